@@ -1,0 +1,72 @@
+# Plain `make` lists the targets. Every target sets up .venv first, when it is missing or out of date.
+#
+# ARGS passes more flags to the command of sim-run, sim-test and gpu-test: make sim-test ARGS='-x -k clocks'
+# PYTHON names the interpreter to build .venv with; without it .ci/find-python chooses.
+
+SHELL := bash
+.DEFAULT_GOAL := help
+
+# The last file that setting up writes, so a set-up that stopped half way starts over.
+STAMP := .venv/.installed
+NO_GPU = { echo "gpu-test: expected at least one CUDA GPU $(1), found none." >&2; exit 2; }
+
+# The interpreter a finished and living .venv was built with; empty when there is none.
+VENV_PYTHON := $(shell test -e $(STAMP) && test -x .venv/bin/python && cat .venv/.built-with 2>/dev/null)
+ifneq ($(VENV_PYTHON),$(or $(PYTHON),$(VENV_PYTHON),none))
+REBUILD := yes
+.PHONY: $(STAMP)
+endif
+
+.PHONY: help setup sim-run sim-test gpu-test check lint types format clean
+
+## help: print this list
+help:
+	@sed -n 's/^## \([a-z-]*\): */  \1\t/p' Makefile | expand -t 13
+
+## setup: build .venv with everything the CPU targets need (about 5.5 GB on Linux)
+setup: $(STAMP)
+
+## sim-run: run the default scenario in the simulator
+sim-run: $(STAMP)
+	.venv/bin/python -m sim run $(ARGS)
+
+## sim-test: run the tests that need no GPU
+sim-test: $(STAMP)
+	.venv/bin/python -m pytest -m 'not gpu' $(ARGS)
+
+## gpu-test: run the tests that need a GPU; fails on a machine without one
+gpu-test:
+	@ls /dev/nvidia[0-9]* /dev/dxg 2>/dev/null | grep -q . || $(call NO_GPU,on this machine)
+	@$(MAKE) -s --no-print-directory setup
+	@.venv/bin/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || $(call NO_GPU,that torch can use)
+	.venv/bin/python -m pytest -m gpu $(ARGS)
+
+## check: run lint, types and sim-test
+check: lint types sim-test
+
+## lint: check style and formatting
+lint: $(STAMP)
+	.venv/bin/python -m ruff check
+	.venv/bin/python -m ruff format --check
+
+## types: check the types of sim and real
+types: $(STAMP)
+	.venv/bin/python -m mypy
+
+## format: sort imports and format the code
+format: $(STAMP)
+	.venv/bin/python -m ruff check --select I --fix
+	.venv/bin/python -m ruff format
+
+## clean: remove caches, build folders and the output of runs; keeps .venv
+clean:
+	rm -rf build dist out runs *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	find . -path ./.venv -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# A changed pyproject.toml updates .venv in place; anything else that is wrong with .venv builds it anew.
+$(STAMP): pyproject.toml
+ifdef REBUILD
+	@python=$$(.ci/find-python) && rm -rf .venv && "$$python" -m venv .venv && echo "$$python" >.venv/.built-with
+endif
+	@rm -f $@; echo "Setting up .venv ($$(cat .venv/.built-with)): some minutes when torch is new to it, about 5.5 GB with CUDA."
+	@.venv/bin/python -m pip install -qq --disable-pip-version-check -e '.[dev]' && touch $@

@@ -1,0 +1,1 @@
+"""The product: hook installation for MFSDP v2 under combined 1F1B, and what runs it on GPUs."""

@@ -1,0 +1,166 @@
+"""Turns a plan into hooks on a live model, and takes them off again."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from real.hooks.plan import HookPlan
+from real.hooks.scheduler import UnitScheduler
+
+_HANDLE_ATTRIBUTE = "_combined_1f1b_hooks"
+
+
+class _Hook:
+    """A hook that knows its scheduler weakly: the model never keeps the scheduler alive.
+
+    A deep copy of a module copies its hook dictionaries; the copied hook does nothing, because the
+    copy has units of its own or none.
+    """
+
+    def __init__(self, scheduler: UnitScheduler, unit: str, subject: str) -> None:
+        self._scheduler: Callable[[], UnitScheduler | None] = weakref.ref(scheduler)
+        self._unit = unit
+        self._subject = subject
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
+        copied = type(self).__new__(type(self))
+        copied._scheduler = _no_scheduler
+        copied._unit = self._unit
+        copied._subject = self._subject
+        return copied
+
+
+def _no_scheduler() -> None:
+    return None
+
+
+class _PreForward(_Hook):
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        scheduler = self._scheduler()
+        if scheduler is not None:
+            scheduler.pre_forward(self._unit, self._subject)
+
+
+class _PreBackward(_Hook):
+    def __call__(self, module: nn.Module, grad_output: Any) -> None:
+        scheduler = self._scheduler()
+        if scheduler is not None:
+            scheduler.pre_backward(self._unit, self._subject)
+
+
+class _PostGradient(_Hook):
+    def __call__(self, parameter: Any = None) -> None:
+        scheduler = self._scheduler()
+        if scheduler is not None:
+            scheduler.post_gradient(self._unit, self._subject)
+
+
+class HookHandle:
+    """The hooks installed on one model; `remove` takes all of them off.
+
+    Attributes:
+        plan: What was installed.
+        scheduler: Drives the units; lives as long as this handle.
+    """
+
+    def __init__(self, root: nn.Module, plan: HookPlan, scheduler: UnitScheduler) -> None:
+        self.plan = plan
+        self.scheduler = scheduler
+        self._root = weakref.ref(root)
+        self._handles: list[RemovableHandle] = []
+        self._undo: list[Callable[[], None]] = []
+
+    @property
+    def num_hooks(self) -> int:
+        """Number of hooks that are on the model now."""
+        return len(self._handles) + len(self._undo)
+
+    def remove(self) -> None:
+        """Takes every hook off the model. Repeated calls do nothing."""
+        for handle in reversed(self._handles):
+            handle.remove()
+        for undo in reversed(self._undo):
+            undo()
+        self._handles, self._undo = [], []
+        root = self._root()
+        if root is not None and getattr(root, _HANDLE_ATTRIBUTE, None) is self:
+            delattr(root, _HANDLE_ATTRIBUTE)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None  # the copy of a model has no hooks installed
+
+
+def installed_handle(root: nn.Module) -> HookHandle | None:
+    """Returns the handle of the hooks on `root`, or None when there are none."""
+    handle = root.__dict__.get(_HANDLE_ATTRIBUTE)
+    return handle if isinstance(handle, HookHandle) else None
+
+
+def install_hooks(
+    root: nn.Module,
+    plan: HookPlan,
+    make_scheduler: Callable[[HookPlan], UnitScheduler],
+    parameters: Mapping[str, nn.Parameter],
+) -> HookHandle:
+    """Installs the hooks of a plan. A second installation on the same model changes nothing.
+
+    Args:
+        root: The outermost unit's module.
+        plan: A valid plan of this model.
+        make_scheduler: Makes the object that drives the units; called once.
+        parameters: Full (unsharded) trainable parameters by name, as the plan names them.
+
+    Returns:
+        The handle of the hooks that are on the model, new or from before.
+    """
+    existing = installed_handle(root)
+    if existing is not None:
+        return existing
+    scheduler = make_scheduler(plan)
+    handle = HookHandle(root, plan, scheduler)
+    try:
+        modules = dict(root.named_modules())
+        for demand in plan.demand:
+            module = modules[demand.module]
+            handle._handles.append(
+                module.register_forward_pre_hook(
+                    _PreForward(scheduler, demand.unit, demand.module),
+                    prepend=True,
+                    with_kwargs=True,
+                )
+            )
+            handle._handles.append(
+                module.register_full_backward_pre_hook(
+                    _PreBackward(scheduler, demand.unit, demand.module)
+                )
+            )
+        for gradient in plan.gradients:
+            hook = _PostGradient(scheduler, gradient.unit, gradient.parameter)
+            if gradient.is_delayed:
+                handle._undo.append(_register_delayed(modules[gradient.module], hook))
+            else:
+                handle._handles.append(
+                    parameters[gradient.parameter].register_post_accumulate_grad_hook(hook)
+                )
+        object.__setattr__(root, _HANDLE_ATTRIBUTE, handle)
+    except BaseException:
+        handle.remove()
+        raise
+    return handle
+
+
+def _register_delayed(module: nn.Module, hook: _PostGradient) -> Callable[[], None]:
+    """Registers with Transformer Engine, which runs the hook at the end of `backward_dw`."""
+    register: Any = getattr(module, "register_wgrad_accumulation_and_reduce_hooks")
+    register(hook)
+    hooks: list[Any] = module.wgrad_accumulation_and_reduce_hooks  # type: ignore[assignment]
+
+    def remove() -> None:
+        hooks.remove(hook)
+
+    return remove

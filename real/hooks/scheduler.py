@@ -1,0 +1,295 @@
+"""Decides, at each hook point, what happens to which unit.
+
+The schedule calls submodules of several layers and of two microbatches in turn; nobody calls the
+unit's own module. So a unit is driven from three sides: submodules that are about to read its
+parameters (demand unshard), the schedule's forward release, and its own gradients (countdown).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import contextmanager
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from real.hooks import ordering
+from real.hooks.completion import GradientCountdown
+from real.hooks.lifecycle import UnitEvent, UnitLifecycle, UnitPhase
+from real.hooks.unit import FsdpContext, FsdpUnit
+from real.trace import OpKind, active_recorder
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from real.hooks.plan import HookPlan
+
+
+class Prefetch(StrEnum):
+    """Which gathers are issued one unit ahead of their consumer."""
+
+    NONE = "none"
+    FORWARD = "forward"
+    BOTH = "both"
+
+
+class ScheduledUnit:
+    """One FSDP unit with its life, its countdown and the streams that have joined its gather.
+
+    Args:
+        unit: The unit.
+        fires: Expected gradients per microbatch by parameter name; empty for a frozen unit.
+        is_released_by_schedule: Whether the schedule calls the forward release; otherwise the
+            forward interval ends with the backward, since the schedule has no later point.
+        grad_divisor: Divides the gradients before they are reduced.
+    """
+
+    def __init__(
+        self,
+        unit: FsdpUnit,
+        *,
+        fires: Mapping[str, int],
+        is_released_by_schedule: bool,
+        grad_divisor: int = 1,
+    ) -> None:
+        self.unit = unit
+        self.name = unit.name
+        self.lifecycle = UnitLifecycle(unit.name)
+        self.countdown = GradientCountdown(unit.name, fires)
+        self.is_trainable = bool(fires)
+        self.is_released_by_schedule = is_released_by_schedule
+        self.grad_divisor = grad_divisor
+        self.joined_streams: list[torch.cuda.Stream] = []
+        self.next_forward: ScheduledUnit | None = None
+        self.next_backward: ScheduledUnit | None = None
+        self.post_backward_hooks: dict[int, Callable[[nn.Module], None]] = {}
+
+
+class UnitScheduler:
+    """Drives all units of one root.
+
+    Args:
+        context: What the units share.
+        units: The units by name.
+        prefetch: Which gathers are issued ahead.
+        forward_order: Names of the units in the order in which forward uses them; backward uses
+            them in the opposite order.
+        fence_owner: Who calls `finish_grad_sync`; None makes every reduction an error.
+    """
+
+    def __init__(
+        self,
+        context: FsdpContext,
+        units: Mapping[str, ScheduledUnit],
+        *,
+        prefetch: Prefetch = Prefetch.NONE,
+        forward_order: Sequence[str] = (),
+        fence_owner: str | None = None,
+    ) -> None:
+        self.context = context
+        self.units = dict(units)
+        self._fence_owner = fence_owner
+        # The optimizer may write weights at any time before the first gather and after each fence.
+        self._needs_fork = True
+        self._link(forward_order, prefetch)
+
+    def _link(self, order: Sequence[str], prefetch: Prefetch) -> None:
+        ordered = [self.units[name] for name in order]
+        for unit, successor in zip(ordered, ordered[1:], strict=False):
+            if prefetch is not Prefetch.NONE:
+                unit.next_forward = successor
+            if prefetch is Prefetch.BOTH:
+                successor.next_backward = unit
+
+    # -- hook points ------------------------------------------------------------------------
+
+    def pre_forward(self, name: str, module: str) -> None:
+        """A submodule of unit `name` is about to run forward."""
+        unit = self.units[name]
+        active_recorder().record(OpKind.HOOK, point="pre_forward", module=module, unit=name)
+        if _is_inside_backward():
+            # A recomputed forward: the unit's backward has it open, and must stay its only owner.
+            self._unshard(unit, UnitEvent.BACKWARD_USE, module)
+            return
+        self._unshard(unit, UnitEvent.FORWARD_USE, module)
+        if unit.next_forward is not None:
+            self._prefetch(unit.next_forward, UnitEvent.FORWARD_USE, module)
+
+    def pre_backward(self, name: str, module: str) -> None:
+        """A submodule of unit `name` is about to run backward."""
+        unit = self.units[name]
+        active_recorder().record(OpKind.HOOK, point="pre_backward", module=module, unit=name)
+        self._unshard(unit, UnitEvent.BACKWARD_USE, module)
+        if unit.next_backward is not None:
+            self._prefetch(unit.next_backward, UnitEvent.BACKWARD_USE, module)
+
+    def post_gradient(self, name: str, parameter: str) -> None:
+        """One gradient of a parameter of unit `name` has been accumulated."""
+        unit = self.units[name]
+        active_recorder().record(OpKind.HOOK, point="post_gradient", module=parameter, unit=name)
+        unit.lifecycle.step(UnitEvent.GRADIENT, parameter)
+        if unit.countdown.count(parameter):
+            self._finish_backward(unit, parameter, num_zero_filled=0)
+
+    def release_forward(self, names: Sequence[str], cause: str) -> None:
+        """The schedule is done with the forward of these units. Repeated calls do nothing."""
+        for name in names:
+            unit = self.units[name]
+            before = unit.lifecycle.phase
+            if unit.lifecycle.step(UnitEvent.FORWARD_RELEASE, cause) is UnitPhase.RESTING:
+                if before is not UnitPhase.RESTING:
+                    self._reshard(unit)
+
+    def release_backward(self, names: Sequence[str], cause: str) -> None:
+        """The schedule has run every backward node of these units: close what is still open.
+
+        A frozen unit is released here. A trainable parameter without a gradient was not used: its
+        gradient is zero, so that every rank reduces the same units whatever its data was.
+        """
+        for name in names:
+            unit = self.units[name]
+            if unit.lifecycle.phase not in (UnitPhase.BACKWARD, UnitPhase.BOTH):
+                continue
+            if not unit.is_trainable:
+                self._close_backward(unit, cause)
+            else:
+                self._finish_backward(unit, cause, num_zero_filled=self._zero_fill(unit))
+
+    # -- public calls -----------------------------------------------------------------------
+
+    def unshard(self, name: str) -> None:
+        """Makes a unit's full parameters usable on the current stream, for a forward use.
+
+        For callers outside the schedule. Repeated calls gather once. The caller owes one
+        `reshard`; the wait of the all-gather stream for the optimizer's writes is made here.
+        """
+        self._unshard(self.units[name], UnitEvent.FORWARD_USE, "unshard()")
+
+    def reshard(self, name: str) -> None:
+        """Ends a forward use begun by `unshard`. Repeated calls do nothing."""
+        self.release_forward([name], "reshard()")
+
+    def finish_grad_sync(self) -> None:
+        """The current stream waits for every reduction: gradients may be read after this.
+
+        Raises:
+            RuntimeError: A unit's gradients are not complete; the message names the parameters.
+        """
+        for unit in self.units.values():
+            if unit.countdown.is_started:
+                late = unit.countdown.missing() + unit.countdown.short()
+                raise RuntimeError(
+                    f"Cannot finish the gradients of FSDP unit {unit.name or '<root>'!r} before "
+                    f"these have come: {', '.join(late)}."
+                )
+        ordering.join_reduce_scatter(self.context)
+        active_recorder().record(
+            OpKind.FENCE, stream=torch.cuda.current_stream().stream_id
+        )
+        self._needs_fork = True
+
+    # -- steps ------------------------------------------------------------------------------
+
+    def _unshard(self, unit: ScheduledUnit, event: UnitEvent, cause: str) -> None:
+        unit.lifecycle.step(event, cause)
+        self._gather(unit)
+        current = torch.cuda.current_stream()
+        if current not in unit.joined_streams:
+            ordering.join_unshard(unit.unit)
+            unit.joined_streams.append(current)
+
+    def _prefetch(self, unit: ScheduledUnit, event: UnitEvent, cause: str) -> None:
+        unit.lifecycle.step(event, cause)
+        self._gather(unit)
+
+    def _gather(self, unit: ScheduledUnit) -> None:
+        is_needed = unit.unit.unshard_event is None
+        if is_needed:
+            if self._needs_fork or not unit.name:
+                ordering.fork_all_gather(self.context)
+                self._needs_fork = False
+            with _at_work(unit):
+                unit.unit.unshard()
+            unit.joined_streams = []
+        active_recorder().record(
+            OpKind.UNSHARD,
+            unit=unit.name,
+            stream=torch.cuda.current_stream().stream_id,
+            gathered=is_needed,
+        )
+
+    def _reshard(self, unit: ScheduledUnit) -> None:
+        active_recorder().record(
+            OpKind.RESHARD, unit=unit.name, stream=torch.cuda.current_stream().stream_id
+        )
+        with _at_work(unit):
+            unit.unit.reshard()
+        unit.joined_streams = []
+
+    def _close_backward(self, unit: ScheduledUnit, cause: str) -> None:
+        after = unit.lifecycle.step(UnitEvent.BACKWARD_END, cause)
+        if after is UnitPhase.FORWARD and not unit.is_released_by_schedule:
+            # The next microbatch's forward has passed its last use of this unit by now.
+            after = unit.lifecycle.step(UnitEvent.FORWARD_RELEASE, cause)
+        if after is UnitPhase.RESTING:
+            self._reshard(unit)
+
+    def _finish_backward(self, unit: ScheduledUnit, cause: str, *, num_zero_filled: int) -> None:
+        if self._fence_owner is None:
+            raise RuntimeError(
+                f"Cannot reduce FSDP unit {unit.name or '<root>'!r} before somebody owns the final "
+                "wait; construct the scheduler with fence_owner and call finish_grad_sync()."
+            )
+        # Full weights go before the packed gradient buffer comes: both at once would be the peak.
+        self._close_backward(unit, cause)
+        active_recorder().record(
+            OpKind.REDUCE,
+            unit=unit.name,
+            stream=torch.cuda.current_stream().stream_id,
+            last=self.context.is_last_microbatch,
+            zero_filled=num_zero_filled,
+        )
+        if unit.grad_divisor != 1:
+            grads = [p.grad for p in unit.unit.trainable_parameters.values() if p.grad is not None]
+            torch._foreach_div_(grads, unit.grad_divisor)
+        with _at_work(unit):
+            unit.unit.reduce_gradients()
+        for hook in list(unit.post_backward_hooks.values()):
+            hook(unit.unit.module)
+
+    def _zero_fill(self, unit: ScheduledUnit) -> int:
+        short = unit.countdown.short()
+        if short:
+            raise RuntimeError(
+                f"Expected every declared gradient of {', '.join(short)} in FSDP unit "
+                f"{unit.name or '<root>'!r} by the end of its backward, got fewer."
+            )
+        missing = unit.countdown.missing()
+        parameters = unit.unit.trainable_parameters
+        for name in missing:
+            if parameters[name].grad is not None:
+                raise RuntimeError(
+                    f"Expected a completion hook for the gradient of {name!r} in FSDP unit "
+                    f"{unit.name or '<root>'!r}, got the gradient without one."
+                )
+            parameters[name].grad = torch.zeros_like(parameters[name])
+        unit.countdown.rearm()
+        return len(missing)
+
+
+@contextmanager
+def _at_work(unit: ScheduledUnit) -> Iterator[None]:
+    """Attributes what is recorded inside to the unit."""
+    recorder = active_recorder()
+    previous, recorder.unit = recorder.unit, unit.name
+    try:
+        yield
+    finally:
+        recorder.unit = previous
+
+
+def _is_inside_backward() -> bool:
+    """Whether autograd is running: a forward seen now is a recomputed one."""
+    return torch._C._current_graph_task_id() != -1

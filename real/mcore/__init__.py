@@ -1,0 +1,1 @@
+"""Adapters between the hooks and the installed Megatron-core."""

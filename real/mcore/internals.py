@@ -1,0 +1,352 @@
+"""The one place that touches Megatron's private names.
+
+Everything else under `real` speaks to the classes and functions of this module. It is checked
+against one release series (`real.mcore.versions`).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import nn
+
+from real.mcore.versions import check_megatron_version
+
+check_megatron_version()
+
+from megatron.core.distributed.fsdp.src.megatron_fsdp.experimental.module import (  # noqa: E402
+    FsdpContext,
+    FsdpModule,
+)
+from megatron.core.pipeline_parallel import combined_1f1b  # noqa: E402
+
+# -- FSDP units -------------------------------------------------------------------------------
+
+
+def is_fsdp_module(module: nn.Module) -> bool:
+    """Tells MFSDP v2 units from other modules."""
+    return isinstance(module, FsdpModule)
+
+
+class MfsdpUnit:
+    """`real.hooks.FsdpUnit` for an MFSDP v2 module.
+
+    The module is held weakly: whoever keeps a unit does not keep the model.
+    """
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self._module = weakref.ref(module)
+        self.name = name
+        parameters: dict[str, nn.Parameter] = {}
+        for group in module._parameter_groups:
+            if group.requires_grad:
+                for local_name, parameter in zip(
+                    group.parameter_names, group.unsharded_parameters, strict=True
+                ):
+                    parameters[f"{name}.{local_name}" if name else local_name] = parameter
+        self.trainable_parameters: Mapping[str, nn.Parameter] = parameters
+
+    @property
+    def module(self) -> Any:
+        """The module that is the unit."""
+        module = self._module()
+        if module is None:
+            raise RuntimeError(f"Cannot use FSDP unit {self.name!r} after its model is gone.")
+        return module
+
+    @property
+    def unshard_event(self) -> torch.cuda.Event | None:
+        """Recorded after the gather; None while sharded."""
+        return self.module._unshard_event
+
+    def unshard(self) -> None:
+        """Gathers on the all-gather stream; does nothing when gathered."""
+        self.module._unshard_parameter_groups()
+
+    def reshard(self) -> None:
+        """Installs the shards and releases the full storage on the all-gather stream."""
+        self.module._reshard_parameter_groups()
+
+    def reduce_gradients(self) -> None:
+        """Reduces the full gradients into the sharded ones."""
+        self.module._reduce_gradient_groups()
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of parameters, frozen ones included."""
+        return sum(len(group.parameter_names) for group in self.module._parameter_groups)
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of all full parameter buffers, padding included."""
+        return sum(
+            group._unsharded_model_weight.local_buffer.numel()
+            * group._unsharded_model_weight.local_buffer.element_size()
+            for group in self.module._parameter_groups
+        )
+
+
+class MfsdpContext:
+    """`real.hooks.FsdpContext` for the context that all units of a root share."""
+
+    def __init__(self, context: FsdpContext) -> None:
+        self._context = context
+
+    @property
+    def all_gather_stream(self) -> torch.cuda.Stream:
+        """MFSDP's all-gather stream."""
+        return self._context.allgather_stream
+
+    @property
+    def reduce_scatter_stream(self) -> torch.cuda.Stream:
+        """MFSDP's reduce-scatter stream."""
+        return self._context.reduce_scatter_stream
+
+    @property
+    def is_last_microbatch(self) -> bool:
+        """Whether a reduction finishes the outer axis of a hybrid mesh."""
+        return bool(self._context.is_last_microbatch)
+
+    @is_last_microbatch.setter
+    def is_last_microbatch(self, value: bool) -> None:
+        self._context.is_last_microbatch = value
+
+
+def initialize_context(root: nn.Module) -> MfsdpContext:
+    """Gives every unit under `root` its name and one shared context. Repeated calls do nothing."""
+    root._lazy_init_context()
+    return MfsdpContext(root._context)
+
+
+def collect_units(root: nn.Module) -> dict[str, MfsdpUnit]:
+    """Returns all units under `root` by full name, in registration order."""
+    return {
+        name: MfsdpUnit(module, name)
+        for name, module in root.named_modules()
+        if is_fsdp_module(module)
+    }
+
+
+# -- MFSDP's own execution hooks --------------------------------------------------------------
+
+_MODULE_HOOK_DICTIONARIES: Final = (
+    "_forward_pre_hooks",
+    "_forward_hooks",
+    "_backward_pre_hooks",
+    "_backward_hooks",
+)
+
+
+class _Detached(NamedTuple):
+    hooks: Any
+    key: int
+    hook: Callable[..., Any]
+
+
+def detach_execution_hooks(root: nn.Module) -> Callable[[], None]:
+    """Takes off the hooks that MFSDP registers on its units, and returns what puts them back.
+
+    They would gather, prefetch, release and reduce by a module's own calls, which the combined
+    schedule never makes for a layer and makes at other times for the experts.
+    """
+    detached: list[_Detached] = []
+    for module in root.modules():
+        if not is_fsdp_module(module):
+            continue
+        dictionaries = [getattr(module, name) for name in _MODULE_HOOK_DICTIONARIES]
+        for parameter in (p for g in module._parameter_groups for p in g.unsharded_parameters):
+            if parameter._post_accumulate_grad_hooks:
+                dictionaries.append(parameter._post_accumulate_grad_hooks)
+        for hooks in dictionaries:
+            for key, hook in list(hooks.items()):
+                if getattr(hook, "__qualname__", "").startswith("FsdpModule."):
+                    detached.append(_Detached(hooks, key, hooks.pop(key)))
+
+    def attach() -> None:
+        for hooks, key, hook in detached:
+            hooks[key] = hook
+        detached.clear()
+
+    return attach
+
+
+# -- the combined schedule --------------------------------------------------------------------
+
+_released_finder = combined_1f1b.find_megatron_fsdp
+_num_joined = 0
+
+
+def join_schedule(adapter_type: type) -> Callable[[], None]:
+    """Makes `combined_1f1b` find adapters of `adapter_type`, and returns what undoes it.
+
+    The released schedule looks for the v1 wrapper by class. The replacement keeps no model, so one
+    of them serves every model and rank of the process; the last undo restores the original.
+    """
+    global _num_joined
+
+    def find_adapter(model: Any) -> Any:
+        wrapper = model
+        while wrapper is not None:
+            if isinstance(wrapper, adapter_type):
+                return wrapper
+            wrapper = getattr(wrapper, "module", None)
+        return _released_finder(model)
+
+    if _num_joined == 0:
+        combined_1f1b.find_megatron_fsdp = find_adapter
+    _num_joined += 1
+    is_joined = True
+
+    def leave() -> None:
+        nonlocal is_joined
+        global _num_joined
+        if is_joined:
+            is_joined = False
+            _num_joined -= 1
+            if _num_joined == 0:
+                combined_1f1b.find_megatron_fsdp = _released_finder
+
+    return leave
+
+
+# -- observation ------------------------------------------------------------------------------
+
+
+class NodeCall(NamedTuple):
+    """One run of a schedule node.
+
+    Attributes:
+        name: Megatron's name of the node.
+        direction: "forward", "backward" or "wgrad".
+        layer: "layer 3" counted from 1 as Megatron does, or None outside a layer.
+        plan: Stands for the microbatch: equal for all nodes of one chunk plan.
+        stream: The node's stream, or None before its first run.
+    """
+
+    name: str
+    direction: str
+    layer: str | None
+    plan: object | None
+    stream: Any
+
+
+@contextmanager
+def observed_nodes(
+    before: Callable[[NodeCall], None], after: Callable[[NodeCall], None]
+) -> Iterator[None]:
+    """Calls `before` and `after` around every schedule node of the process."""
+    from megatron.core.models.common.model_chunk_schedule_plan import TransformerLayerSchedulePlan
+    from megatron.core.models.common.utils import TransformerLayerNode
+    from megatron.core.pipeline_parallel.utils import ScheduleNode
+
+    build = TransformerLayerSchedulePlan._build_callable_nodes
+    runs = {
+        (ScheduleNode, "_forward"): "forward",
+        (ScheduleNode, "_backward"): "backward",
+        (TransformerLayerNode, "backward_dw"): "wgrad",
+    }
+    originals = {key: getattr(*key) for key in runs}
+
+    def build_and_name(plan: Any, *args: Any, **kwargs: Any) -> None:
+        build(plan, *args, **kwargs)
+        for node in (plan.pre_dispatch_computation, plan.mlp, plan.moe_dispatch, plan.moe_combine):
+            node.testbed_layer = f"layer {plan.layer.layer_number}"
+
+    def observe(owner: type, method: str) -> Callable[..., Any]:
+        original, direction = originals[owner, method], runs[owner, method]
+
+        def run(node: Any, *args: Any, **kwargs: Any) -> Any:
+            if direction == "wgrad" and not node.delay_wgrad_compute:
+                return original(node, *args, **kwargs)
+            call = NodeCall(
+                name=node.name,
+                direction=direction,
+                layer=getattr(node, "testbed_layer", None),
+                plan=getattr(node, "chunk_state", None),
+                stream=None if callable(node.stream) else node.stream,
+            )
+            before(call)
+            result = original(node, *args, **kwargs)
+            after(call)
+            return result
+
+        return run
+
+    TransformerLayerSchedulePlan._build_callable_nodes = build_and_name
+    for owner, method in runs:
+        setattr(owner, method, observe(owner, method))
+    try:
+        yield
+    finally:
+        TransformerLayerSchedulePlan._build_callable_nodes = build
+        for (owner, method), original in originals.items():
+            setattr(owner, method, original)
+
+
+# -- process-wide state -----------------------------------------------------------------------
+
+PROCESS_GLOBALS: Final[dict[str, tuple[str, ...]]] = {
+    "megatron.core.parallel_state": (),
+    "megatron.core.pipeline_parallel.utils": ("_COMM_STREAM",),
+    "megatron.core.tensor_parallel.random": (
+        "IS_CHECKPOINTING",
+        "_CUDA_RNG_STATE_TRACKER",
+        "_CUDA_RNG_STATE_TRACKER_INITIALIZED",
+    ),
+    "megatron.core.num_microbatches_calculator": ("_GLOBAL_NUM_MICROBATCHES_CALCULATOR",),
+    "megatron.core.rerun_state_machine": ("_GLOBAL_RERUN_STATE_MACHINE",),
+    "megatron.core.transformer.moe.moe_logging": ("_MOE_METRICS_TRACKER",),
+    "megatron.core.transformer.moe.fused_a2a": ("_buffer", "_hybrid_ep_buffer"),
+    "megatron.core.distributed.param_and_grad_buffer": ("dist_reduce_scatter_func",),
+}
+"""Module globals that Megatron keeps once per process; an empty tuple means every private one."""
+
+PROCESS_CLASS_ATTRIBUTES: Final[dict[str, tuple[str, ...]]] = {
+    "megatron.core.transformer.moe.moe_utils.MoEAuxLossAutoScaler": ("main_loss_backward_scale",),
+    "megatron.core.transformer.multi_token_prediction.MTPLossAutoScaler": (
+        "main_loss_backward_scale",
+    ),
+    "megatron.core.transformer.moe.shared_experts.SharedExpertMLP": ("stream",),
+    "megatron.core.transformer.moe.token_dispatcher.MoEAlltoAllTokenDispatcher": (
+        "cuda_dtoh_stream",
+    ),
+}
+"""Class attributes that Megatron assigns at run time and so shares within a process."""
+
+
+# -- gradients --------------------------------------------------------------------------------
+
+
+def full_gradients(root: nn.Module) -> dict[str, torch.Tensor]:
+    """Gathers the reduced gradient of every trainable parameter, by full name.
+
+    Shards of MFSDP v2 are uneven, which DTensor cannot gather; the buffers that hold them can.
+    Collective: every rank of the units' meshes must call it. Shapes are the parameters' own.
+
+    Raises:
+        RuntimeError: A gradient is missing.
+    """
+    gradients: dict[str, torch.Tensor] = {}
+    for unit_name, module in root.named_modules():
+        if not is_fsdp_module(module):
+            continue
+        for group in module._parameter_groups:
+            if not group.requires_grad:
+                continue
+            for name, parameter in zip(
+                group.parameter_names, group.sharded_parameters, strict=True
+            ):
+                if parameter.grad is None:
+                    raise RuntimeError(f"Expected a gradient of {unit_name}.{name}, got none.")
+            buffer = group.main_grad
+            for axis in reversed(range(buffer.mesh.ndim)):
+                if type(buffer.placements[axis]).__name__ == "Flat":
+                    buffer = buffer.allgather(axis)
+            for index, name in enumerate(group.parameter_names):
+                full_name = f"{unit_name}.{name}" if unit_name else name
+                gradients[full_name] = buffer.get_local_tensor(index).detach().clone()
+    return gradients

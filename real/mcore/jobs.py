@@ -1,0 +1,175 @@
+"""The two training jobs that are compared: MFSDP v2 with the scenario's schedule, and none of it.
+
+The reference is the same model on the same data under Megatron's own distributed data parallel and
+its plain schedule. Both are built from the same seeds, so their first weights are equal.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.distributed.fsdp.src.megatron_fsdp.experimental import fully_shard_optimizer
+
+from real.config import Scenario
+from real.hooks import Prefetch
+from real.mcore import internals
+from real.mcore.model import build_model, make_config, seed_all
+from real.mcore.schedule import Mfsdp1F1B
+from real.mcore.shard import mesh_of, shard_model
+from real.mcore.training import make_optimizer, run_step
+from real.trace import OpKind, active_recorder
+
+
+class Job(Protocol):
+    """A model that trains step by step."""
+
+    def forward_backward(self, step: int) -> float:
+        """Runs one step's microbatches and returns the mean loss."""
+        ...
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Returns the reduced gradient of every parameter, full size, by name."""
+        ...
+
+    def optimizer_step(self) -> None:
+        """Updates the weights and clears the gradients."""
+        ...
+
+
+class FsdpJob:
+    """The model under MFSDP v2, with our hooks when the combined schedule is on.
+
+    Model parallel groups must be initialized (`initialize_parallel`).
+    """
+
+    def __init__(self, scenario: Scenario) -> None:
+        seed_all(scenario)
+        config = make_config(
+            scenario, is_overlapped=scenario.overlap_moe_expert_parallel_comm
+        )
+        module = build_model(config, scenario)
+        divisors = shard_model(
+            module,
+            dense_mesh=mesh_of(
+                parallel_state.get_data_parallel_group(with_context_parallel=True), "dp"
+            ),
+            expert_mesh=mesh_of(parallel_state.get_expert_data_parallel_group(), "expert_dp"),
+            expert_parallel_size=scenario.expert_model_parallel_size,
+        )
+        self._scenario = scenario
+        self.model = Mfsdp1F1B(
+            config, module, grad_divisors=divisors, prefetch=Prefetch(scenario.prefetch)
+        )
+        config.finalize_model_grads_func = finalize_model_grads
+        self._optimizer = make_optimizer(scenario, list(module.parameters()))
+        fully_shard_optimizer(self._optimizer)
+
+    def forward_backward(self, step: int) -> float:
+        """Runs one step's microbatches and returns the mean loss."""
+        return run_step(self.model, self._scenario, step)
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Gathers the gradients of every unit. Collective."""
+        _record_stream_use(OpKind.GRAD_READ, by="gradients")
+        return internals.full_gradients(self.model.module)
+
+    def optimizer_step(self) -> None:
+        """Updates the main weights, refreshes the model weights, clears the gradients."""
+        _record_stream_use(OpKind.OPTIMIZER_STEP)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+
+def _record_stream_use(op: OpKind, **fields: Any) -> None:
+    stream = torch.cuda.current_stream().stream_id
+    active_recorder().record(op, stream=stream, **fields)
+
+
+class ReferenceJob:
+    """The model without FSDP under Megatron's plain schedule, gradients reduced in float32."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        seed_all(scenario)
+        config = make_config(scenario, is_overlapped=False)
+        self._scenario = scenario
+        self.model = DistributedDataParallel(
+            config,
+            DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False),
+            build_model(config, scenario),
+        )
+        config.no_sync_func = self.model.no_sync
+        config.finalize_model_grads_func = finalize_model_grads
+        self._weights = dict(self.model.module.named_parameters())
+        self._main_weights = {
+            name: torch.nn.Parameter(weight.detach().float())
+            for name, weight in self._weights.items()
+        }
+        self._optimizer = make_optimizer(scenario, list(self._main_weights.values()))
+
+    def forward_backward(self, step: int) -> float:
+        """Runs one step's microbatches and returns the mean loss."""
+        self.model.zero_grad_buffer()
+        return run_step(self.model, self._scenario, step)
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Returns copies of the reduced gradients."""
+        return {name: weight.main_grad.clone() for name, weight in self._weights.items()}
+
+    def optimizer_step(self) -> None:
+        """Updates float32 main weights and rounds them into the model's."""
+        for name, main_weight in self._main_weights.items():
+            main_weight.grad = self._weights[name].main_grad
+        self._optimizer.step()
+        with torch.no_grad():
+            for name, main_weight in self._main_weights.items():
+                self._weights[name].copy_(main_weight)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepOutput:
+    """What one rank has after forward and backward of one step.
+
+    Attributes:
+        loss: Mean over microbatches and data-parallel ranks.
+        grad_norm: Norm over all parameters of all ranks.
+        gradients: Reduced gradients of this rank's parameters, full size, float32.
+    """
+
+    loss: float
+    grad_norm: float
+    gradients: dict[str, torch.Tensor]
+
+
+def run_job(job: Job, scenario: Scenario, *, on_step: Any = None) -> list[StepOutput]:
+    """Trains `scenario.train_iters` steps and returns what each one had."""
+    outputs = []
+    for step in range(scenario.train_iters):
+        active_recorder().begin_step(step)
+        loss = job.forward_backward(step)
+        gradients = {name: grad.float() for name, grad in job.gradients().items()}
+        outputs.append(
+            StepOutput(loss=loss, grad_norm=_grad_norm(gradients), gradients=gradients)
+        )
+        job.optimizer_step()
+        active_recorder().record(OpKind.STEP, step=step, event="end")
+        if on_step is not None:
+            on_step(step)
+    return outputs
+
+
+def _grad_norm(gradients: dict[str, torch.Tensor]) -> float:
+    squares = torch.zeros(2, dtype=torch.float64, device="cuda")
+    for name, gradient in gradients.items():
+        is_expert = ".experts." in name
+        squares[int(is_expert)] += gradient.double().square().sum()
+    expert = squares[1:].clone()
+    torch.distributed.all_reduce(expert, group=parallel_state.get_expert_model_parallel_group())
+    return float((squares[0] + expert[0]).sqrt())

@@ -1,0 +1,199 @@
+"""The adapter that Megatron's schedule talks to: a model under MFSDP v2 and our hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, Final
+
+import torch
+from megatron.core.distributed.data_parallel_base import _BaseDataParallel
+from torch import nn
+
+from real.hooks import HookHandle, Prefetch, ScheduledUnit, UnitScheduler, build_plan, install_hooks
+from real.hooks import ordering
+from real.hooks.install import installed_handle
+from real.hooks.plan import HookPlan
+from real.mcore import internals
+from real.mcore.consumers import Consumers, find_consumers
+from real.trace import OpKind, active_recorder
+
+# The value that makes the released schedule wire the release callbacks of each layer.
+_SHARDING_STRATEGY: Final = "optim_grads_params"
+
+
+class Mfsdp1F1B(_BaseDataParallel):
+    """Wraps a model whose layers, experts and root are MFSDP v2 units.
+
+    Custom scheduling is inferred from `config.overlap_moe_expert_parallel_comm`: with it, MFSDP's
+    own execution hooks come off and ours go on; without it the model is left as MFSDP made it.
+
+    Args:
+        config: Megatron's transformer config; `no_sync_func` is set on it.
+        module: The model; the root unit.
+        grad_divisors: Divisor of a unit's gradients before they are reduced, by unit name.
+        prefetch: Which gathers are issued one unit ahead.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        module: nn.Module,
+        *,
+        grad_divisors: dict[str, int] | None = None,
+        prefetch: Prefetch = Prefetch.NONE,
+    ) -> None:
+        super().__init__(config=config, module=module)
+        self.ddp_config = SimpleNamespace(data_parallel_sharding_strategy=_SHARDING_STRATEGY)
+        self._context = internals.initialize_context(module)
+        self._handle: HookHandle | None = None
+        self._undo: list[Callable[[], None]] = []
+        self._grad_divisors = dict(grad_divisors or {})
+        self._prefetch = prefetch
+        config.no_sync_func = self.no_sync
+        if config.overlap_moe_expert_parallel_comm:
+            self.install()
+
+    # -- installation -----------------------------------------------------------------------
+
+    def install(self) -> HookHandle:
+        """Puts our hooks in place of MFSDP's own. A second call changes nothing."""
+        if self._handle is not None:
+            return self._handle
+        existing = installed_handle(self.module)
+        if existing is not None:
+            self._handle = existing
+            return existing
+        units = internals.collect_units(self.module)
+        consumers = find_consumers(self.module, units)
+        plan = build_plan(
+            self.module,
+            units,
+            layers=consumers.layers,
+            fires=consumers.fires,
+            borrowers=consumers.borrowers,
+            is_delayed=lambda p: bool(getattr(p, "skip_backward_post_hook", False)),
+        )
+        parameters = {n: p for unit in units.values() for n, p in unit.trainable_parameters.items()}
+        attach = internals.detach_execution_hooks(self.module)
+        try:
+            self._handle = install_hooks(
+                self.module,
+                plan,
+                lambda plan: self._make_scheduler(plan, units, consumers),
+                parameters,
+            )
+        except BaseException:
+            attach()
+            raise
+        self._undo = [attach, internals.join_schedule(Mfsdp1F1B)]
+        self._record_units(units)
+        return self._handle
+
+    def remove(self) -> None:
+        """Takes our hooks off and puts MFSDP's own back. Repeated calls do nothing."""
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+        for undo in self._undo:
+            undo()
+        self._undo = []
+
+    def _make_scheduler(
+        self, plan: HookPlan, units: dict[str, internals.MfsdpUnit], consumers: Consumers
+    ) -> UnitScheduler:
+        fires: dict[str, dict[str, int]] = {name: {} for name in units}
+        for gradient in plan.gradients:
+            fires[gradient.unit][gradient.parameter] = gradient.fires
+        scheduled = {
+            name: ScheduledUnit(
+                unit,
+                fires=fires[name],
+                is_released_by_schedule=name in plan.released_by_schedule,
+                grad_divisor=self._grad_divisors.get(name, 1),
+            )
+            for name, unit in units.items()
+        }
+        return UnitScheduler(
+            self._context,
+            scheduled,
+            prefetch=self._prefetch,
+            forward_order=consumers.forward_order,
+            fence_owner="finish_grad_sync",
+        )
+
+    def _record_units(self, units: dict[str, internals.MfsdpUnit]) -> None:
+        for name, unit in units.items():
+            active_recorder().record(
+                OpKind.UNIT,
+                unit=name,
+                parameters=unit.num_parameters,
+                trainable=len(unit.trainable_parameters),
+                bytes=unit.full_bytes,
+            )
+
+    @property
+    def scheduler(self) -> UnitScheduler:
+        """Drives the units while our hooks are installed."""
+        if self._handle is None:
+            raise RuntimeError("Cannot schedule units before install().")
+        return self._handle.scheduler
+
+    # -- called by combined_1f1b ------------------------------------------------------------
+
+    def _replace_param_with_raw_if_needed(self) -> None:
+        """Makes sure that every unit has its context before a child could think it is a root."""
+        internals.initialize_context(self.module)
+
+    def pre_backward(self) -> None:
+        """Before a combined step that has a backward. No autograd callback: nothing runs yet."""
+        ordering.fork_reduce_scatter(self._context)
+
+    def post_backward(self) -> None:
+        """After a combined step that had a backward: every node of that microbatch has run."""
+        self.scheduler.release_backward(list(self.scheduler.units), "post_backward")
+
+    def post_forward_release_module(self, module: nn.Module) -> None:
+        """After the last forward node of a layer."""
+        names = self._units_in(module)
+        self.scheduler.release_forward(names, f"release of {names[0]}")
+
+    def post_backward_release_module(self, module: nn.Module) -> None:
+        """After the last backward node of a layer, and after its delayed weight gradients."""
+        names = self._units_in(module)
+        self.scheduler.release_backward(names, f"release of {names[0]}")
+
+    def _units_in(self, module: nn.Module) -> Sequence[str]:
+        """Names of the unit `module` and of every unit inside it.
+
+        Raises:
+            ValueError: `module` is no unit.
+        """
+        if not internals.is_fsdp_module(module):
+            raise ValueError(f"Expected an FSDP unit to release, got {type(module).__name__}.")
+        return [m.name for m in module.modules() if internals.is_fsdp_module(m)]
+
+    # -- called by Megatron's training loop -------------------------------------------------
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Marks every backward inside as not the last one of the window; restores what it found.
+
+        MFSDP v2 reduces after every backward all the same: only the reduction over the outer axis
+        of a hybrid mesh waits for the last one.
+        """
+        previous = self._context.is_last_microbatch
+        self._context.is_last_microbatch = False
+        try:
+            yield
+        finally:
+            self._context.is_last_microbatch = previous
+
+    def finish_grad_sync(self, *unused: Any, **also_unused: Any) -> None:
+        """The current stream waits for every reduction: gradients may be read after this."""
+        if self._handle is not None:
+            self.scheduler.finish_grad_sync()
+        else:
+            ordering.join_reduce_scatter(self._context)
+            active_recorder().record(OpKind.FENCE, stream=torch.cuda.current_stream().stream_id)

@@ -1,0 +1,136 @@
+"""The schema of a trace: which operations a record may name and which fields each one carries.
+
+A record is one JSON object on one line. `seq` counts records in host order on that rank and `op`
+names the operation; all other fields depend on `op` and are listed in `FIELDS`. Ids (streams,
+events, storages) are small integers in order of first appearance, so two runs of the same
+scenario write the same bytes.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any, Final
+
+SCHEMA_VERSION: Final = 1
+"""Raised when a field changes its meaning; readers refuse versions they do not know."""
+
+
+class TraceError(ValueError):
+    """A trace file that cannot be read: the message names the file, the line and the reason."""
+
+
+class OpKind(StrEnum):
+    """What a record says was done."""
+
+    HEADER = "header"
+    END = "end"
+    # Streams and events.
+    STREAM = "stream"
+    EVENT_RECORD = "event_record"
+    EVENT_WAIT = "event_wait"
+    STREAM_WAIT = "stream_wait"
+    HOST_SYNC = "host_sync"
+    # Storage.
+    RECORD_STREAM = "record_stream"
+    RESIZE = "resize"
+    # Communication.
+    GROUP = "group"
+    COLLECTIVE = "collective"
+    COLLECTIVE_WAIT = "collective_wait"
+    # Profiler ranges.
+    NVTX_PUSH = "nvtx_push"
+    NVTX_POP = "nvtx_pop"
+    # The schedule.
+    STEP = "step"
+    NODE = "node"
+    NODE_END = "node_end"
+    # FSDP.
+    UNIT = "unit"
+    HOOK = "hook"
+    UNSHARD = "unshard"
+    RESHARD = "reshard"
+    REDUCE = "reduce"
+    FENCE = "fence"
+    OPTIMIZER_STEP = "optimizer_step"
+    GRAD_READ = "grad_read"
+
+
+_INT = (int,)
+_STR = (str,)
+_OPT_INT = (int, type(None))
+_OPT_STR = (str, type(None))
+_BOOL = (bool,)
+
+FIELDS: Final[dict[OpKind, dict[str, tuple[type, ...]]]] = {
+    OpKind.HEADER: {"schema": _INT, "rank": _INT, "world_size": _INT, "scenario": (dict,)},
+    OpKind.END: {"records": _INT},
+    OpKind.STREAM: {"stream": _INT, "priority": _INT},
+    OpKind.EVENT_RECORD: {"stream": _INT, "event": _INT},
+    OpKind.EVENT_WAIT: {"stream": _INT, "event": _INT, "record": _OPT_INT},
+    OpKind.STREAM_WAIT: {"stream": _INT, "on": _INT},
+    OpKind.HOST_SYNC: {"what": _STR, "on": _OPT_INT},
+    OpKind.RECORD_STREAM: {"stream": _INT, "storage": _INT},
+    OpKind.RESIZE: {"stream": _INT, "storage": _INT, "bytes": _INT, "was": _INT},
+    OpKind.GROUP: {"group": _STR, "ranks": (list,)},
+    OpKind.COLLECTIVE: {
+        "stream": _INT,
+        "group": _STR,
+        "n": _INT,
+        "kind": _STR,
+        "bytes": _INT,
+        "dtype": _STR,
+        "async": _BOOL,
+        "unit": _OPT_STR,
+    },
+    OpKind.COLLECTIVE_WAIT: {"stream": _INT, "group": _STR, "n": _INT},
+    OpKind.NVTX_PUSH: {"text": _STR},
+    OpKind.NVTX_POP: {},
+    OpKind.STEP: {"step": _INT, "event": _STR},
+    OpKind.NODE: {
+        "name": _STR,
+        "direction": _STR,
+        "layer": _OPT_STR,
+        "microbatch": _OPT_INT,
+        "stream": _INT,
+    },
+    OpKind.NODE_END: {"name": _STR, "direction": _STR},
+    OpKind.UNIT: {"unit": _STR, "parameters": _INT, "trainable": _INT, "bytes": _INT},
+    OpKind.HOOK: {"point": _STR, "module": _STR, "unit": _STR},
+    OpKind.UNSHARD: {"unit": _STR, "stream": _INT, "gathered": _BOOL},
+    OpKind.RESHARD: {"unit": _STR, "stream": _INT},
+    OpKind.REDUCE: {"unit": _STR, "stream": _INT, "last": _BOOL, "zero_filled": _INT},
+    OpKind.FENCE: {"stream": _INT},
+    OpKind.OPTIMIZER_STEP: {"stream": _INT},
+    OpKind.GRAD_READ: {"stream": _INT, "by": _STR},
+}
+"""Required fields of each operation, beside `seq` and `op`, with the accepted types."""
+
+
+def validate_record(record: Any) -> None:
+    """Checks one decoded record against the schema.
+
+    Raises:
+        ValueError: `record` is no object, names an unknown operation, lacks a field, has an
+            unknown one or one of the wrong type. The message says what was expected.
+    """
+    if not isinstance(record, dict):
+        raise ValueError(f"Expected a JSON object, got {type(record).__name__}.")
+    try:
+        op = OpKind(record["op"])
+    except (KeyError, ValueError):
+        known = ", ".join(OpKind)
+        raise ValueError(f"Expected 'op' to be one of {known}; got {record.get('op')!r}.") from None
+    if type(record.get("seq")) is not int:
+        raise ValueError(f"Expected an integer 'seq', got {record.get('seq')!r}.")
+    fields = FIELDS[op]
+    for name, types in fields.items():
+        if name not in record:
+            raise ValueError(f"Expected field {name!r} in a {op} record, got none.")
+        value = record[name]
+        # bool is an int in Python; a flag where a number belongs is a fault.
+        if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
+            wanted = " or ".join(t.__name__ for t in types)
+            raise ValueError(f"Expected {wanted} in field {name!r} of a {op} record, got {value!r}.")
+    extra = sorted(set(record) - set(fields) - {"seq", "op"})
+    if extra:
+        raise ValueError(f"Expected no further fields in a {op} record, got {', '.join(extra)}.")

@@ -1,0 +1,1 @@
+"""The bench: everything needed to judge the hooks in `real` without a GPU."""

@@ -1,0 +1,147 @@
+"""One rank's fake device: its streams, the current stream, storage names and the record writer.
+
+[Note: the stream inside backward]
+On a GPU autograd runs each backward node in a device thread whose current stream is the one that
+was current when the node was made in the forward. On a CPU the same node runs in the calling
+thread. Torch numbers nodes in the order they are made, per thread, and the number can be read
+before the next node exists. The device therefore notes that number at every change of the current
+stream; inside backward the node's own number then says which stream was current at its birth.
+AccumulateGrad nodes carry no such number: for them the stream is that of the caller of backward,
+which is what holds whenever a parameter is used on one stream only, as in every schedule node.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_right
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Final
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from real.trace import OpKind, Recorder
+
+if TYPE_CHECKING:
+    from sim.cuda.streams import Stream
+
+_ACCUMULATE_GRAD_SEQUENCE: Final = 2**64 - 1
+_PRUNE_STORAGES_EVERY: Final = 4096
+
+# Taken before any swap, so that the device keeps working while torch's names are replaced.
+_sequence_number = torch._C._autograd._get_sequence_nr
+_current_node = torch._C._current_autograd_node
+
+
+class FakeDevice:
+    """The state of one fake GPU.
+
+    Args:
+        index: The number that torch calls the device by.
+        recorder: Where the records go.
+    """
+
+    def __init__(self, index: int, recorder: Recorder) -> None:
+        from sim.cuda.streams import Stream
+
+        self.index = index
+        self.recorder = recorder
+        self.host_rng_state = torch.Generator().get_state()
+        self.num_events = 0
+        self.nvtx_depth = 0
+        self._num_streams = 0
+        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._num_storages = 0
+        self.default_stream: Stream = Stream._on(self, priority=0)
+        self._host_stream: Stream = self.default_stream
+        self._node_stream: tuple[int, Stream] | None = None
+        self._births: list[int] = [-1]
+        self._birth_streams: list[Stream] = [self.default_stream]
+
+    def new_stream_id(self, priority: int) -> int:
+        """Numbers a new stream and records it."""
+        stream_id = self._num_streams
+        self._num_streams = stream_id + 1
+        self.recorder.record(OpKind.STREAM, stream=stream_id, priority=priority)
+        return stream_id
+
+    def new_event_id(self) -> int:
+        """Numbers a new event."""
+        event_id = self.num_events
+        self.num_events = event_id + 1
+        return event_id
+
+    def current_stream(self) -> Stream:
+        """Returns the stream that a GPU would have as current. [Note: the stream inside backward]"""
+        node = _current_node()
+        if node is None:
+            self._node_stream = None
+            return self._host_stream
+        sequence = node._sequence_nr()
+        if self._node_stream is not None and self._node_stream[0] == sequence:
+            return self._node_stream[1]
+        if sequence == _ACCUMULATE_GRAD_SEQUENCE:
+            return self._host_stream
+        return self._birth_streams[bisect_right(self._births, sequence) - 1]
+
+    def set_stream(self, stream: Stream) -> None:
+        """Makes `stream` current until the next change, inside backward until the node ends."""
+        node = _current_node()
+        if node is None:
+            self._host_stream = stream
+        else:
+            self._node_stream = (node._sequence_nr(), stream)
+        self._note_birth(stream)
+
+    def _note_birth(self, stream: Stream) -> None:
+        sequence = _sequence_number()
+        if self._births[-1] == sequence:
+            self._birth_streams[-1] = stream
+        elif self._birth_streams[-1] is not stream:
+            self._births.append(sequence)
+            self._birth_streams.append(stream)
+
+    def storage_id(self, storage: torch.UntypedStorage) -> int:
+        """Returns a storage's number: the same as long as it lives, never used again after."""
+        key = storage._cdata
+        known = self._storages.get(key)
+        if known is not None and not known[0].expired():
+            return known[1]
+        if len(self._storages) >= _PRUNE_STORAGES_EVERY:
+            self._storages = {k: v for k, v in self._storages.items() if not v[0].expired()}
+        # The weak reference also keeps the address from being used for another storage.
+        storage_id = self._num_storages
+        self._num_storages = storage_id + 1
+        self._storages[key] = (StorageWeakRef(storage), storage_id)
+        return storage_id
+
+
+class _Active(threading.local):
+    device: FakeDevice | None = None
+
+
+_active = _Active()
+
+
+def active_device() -> FakeDevice:
+    """Returns the fake device of the calling thread.
+
+    Raises:
+        RuntimeError: No fake device is in use in this thread.
+    """
+    device = _active.device
+    if device is None:
+        raise RuntimeError("Cannot use fake CUDA before use_device(); no device in this thread.")
+    return device
+
+
+@contextmanager
+def use_device(device: FakeDevice) -> Iterator[FakeDevice]:
+    """Makes `device` the calling thread's GPU for the length of the block."""
+    previous = _active.device
+    _active.device = device
+    try:
+        yield device
+    finally:
+        _active.device = previous

@@ -1,0 +1,50 @@
+"""What one fake rank does in a scenario: set up, train, hand back numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+from real.config import Scenario
+from real.trace import Recorder, Sink, recording
+from sim.cuda import FakeDevice, use_device
+
+if TYPE_CHECKING:
+    from real.mcore.jobs import StepOutput
+
+
+def run_rank(
+    scenario: Scenario,
+    rank: int,
+    *,
+    is_reference: bool,
+    sink: Sink | None,
+    start: Callable[[int, int], None],
+    on_step: Callable[[int], None] | None = None,
+) -> list[StepOutput]:
+    """Trains one rank of a scenario on its own fake device.
+
+    Args:
+        scenario: The run.
+        rank: This rank.
+        is_reference: Train the reference instead of the model under MFSDP v2.
+        sink: Where the trace goes, or None.
+        start: Starts torch.distributed, given rank and world size.
+        on_step: Called after each step with its number.
+    """
+    from real.mcore.jobs import FsdpJob, Job, ReferenceJob, run_job
+    from real.mcore.model import initialize_parallel
+
+    recorder = Recorder(sink)
+    recorder.header(rank=rank, world_size=scenario.world_size, scenario=scenario.as_dict())
+    with ExitStack() as stack:
+        stack.enter_context(use_device(FakeDevice(rank, recorder)))
+        stack.enter_context(recording(recorder))
+        start(rank, scenario.world_size)
+        initialize_parallel(scenario)
+        job: Job = ReferenceJob(scenario) if is_reference else FsdpJob(scenario)
+        outputs = run_job(job, scenario, on_step=on_step)
+        recorder.close()
+    return outputs
+

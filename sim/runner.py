@@ -1,0 +1,242 @@
+"""Runs a scenario and its reference on fake ranks and judges the one by the other."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from real.config import Scenario, ScenarioError
+from real.trace import JsonlSink, Sink, trace_path
+from sim.compare import GradientGap, largest, step_gap
+from sim.megatron import megatron_on_fake_cuda, rank_state
+from sim.rank import run_rank
+
+if TYPE_CHECKING:
+    from real.mcore.jobs import StepOutput
+    from sim.world.faults import Fault
+
+MAX_GRAD_REL_ERROR: Final = 1e-2
+"""bf16 gradients, relative to the largest value of their tensor."""
+
+MAX_GRAD_NORM_REL_ERROR: Final = 1e-3
+"""Norm over all parameters."""
+
+MAX_LOSS_REL_ERROR: Final = 1e-3
+"""Losses after the first step: the weights differ by rounding from then on."""
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunResult:
+    """The outcome of one scenario.
+
+    Attributes:
+        losses: One per step.
+        reference_losses: One per step.
+        gap: Largest gradient difference of the first step, where the weights are equal.
+        later_gap: Largest gradient difference over all steps.
+        grad_norm_rel_error: Largest relative difference of the gradient norm.
+        num_records: Trace records over all ranks.
+        wall_s: Seconds for both jobs, imports excluded.
+        trace: The folder of the trace, or None.
+    """
+
+    ranks: int
+    losses: list[float]
+    reference_losses: list[float]
+    gap: GradientGap
+    later_gap: GradientGap
+    grad_norm_rel_error: float
+    num_records: int
+    wall_s: float
+    trace: Path | None
+
+    def problems(self) -> list[str]:
+        """Returns what does not agree with the reference; empty when all does."""
+        found = []
+        if self.losses[0] != self.reference_losses[0]:
+            found.append(
+                f"Expected the first step's loss to equal the reference to the last bit, "
+                f"got {self.losses[0]!r} and {self.reference_losses[0]!r}."
+            )
+        for step, (loss, expected) in enumerate(
+            zip(self.losses, self.reference_losses, strict=True)
+        ):
+            if not math.isclose(loss, expected, rel_tol=MAX_LOSS_REL_ERROR):
+                found.append(
+                    f"Expected the loss of step {step} within {MAX_LOSS_REL_ERROR:g} relative of "
+                    f"the reference, got {loss!r} and {expected!r}."
+                )
+        if not self.gap.relative <= MAX_GRAD_REL_ERROR:
+            found.append(
+                f"Expected gradients within {MAX_GRAD_REL_ERROR:g} of the reference, got "
+                f"{self.gap.relative:.2e} in {self.gap.parameter} on rank {self.gap.rank}."
+            )
+        if not self.grad_norm_rel_error <= MAX_GRAD_NORM_REL_ERROR:
+            found.append(
+                f"Expected gradient norms within {MAX_GRAD_NORM_REL_ERROR:g} of the reference, "
+                f"got {self.grad_norm_rel_error:.2e}."
+            )
+        return found
+
+
+def open_sinks(out: Path | None, world_size: int) -> list[Sink | None]:
+    """Opens one trace file per rank, after removing an older trace in the same folder.
+
+    Raises:
+        ScenarioError: The folder cannot be written.
+    """
+    if out is None:
+        return [None] * world_size
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        for old in out.glob("rank*.jsonl"):
+            old.unlink()
+        return [JsonlSink(trace_path(out, rank)) for rank in range(world_size)]
+    except OSError as error:
+        raise ScenarioError(f"Expected a folder to write to, got {out}: {error.strerror}.") from None
+
+
+class _CountingSink:
+    """Counts records on their way to another sink."""
+
+    def __init__(self, sink: Sink | None) -> None:
+        self._sink = sink
+        self.num_records = 0
+
+    def write(self, record: dict[str, object]) -> None:
+        self.num_records += 1
+        if self._sink is not None:
+            self._sink.write(record)
+
+    def close(self) -> None:
+        if self._sink is not None:
+            self._sink.close()
+
+
+def run_in_process(
+    scenario: Scenario,
+    *,
+    schedule_seed: int = 0,
+    out: Path | None = None,
+    replay: str = "",
+    faults: Sequence[Fault] = (),
+    progress: Progress = lambda _: None,
+) -> RunResult:
+    """Runs all ranks of a scenario, then of its reference, in this process.
+
+    Raises:
+        ScenarioError: `out` cannot be written.
+        WorldError: A rank failed or the ranks do not agree.
+    """
+    sinks = [_CountingSink(sink) for sink in open_sinks(out, scenario.world_size)]
+    with ExitStack() as stack:
+        for sink in sinks:
+            stack.callback(sink.close)
+        stack.enter_context(megatron_on_fake_cuda())
+        from real.mcore.observe import recorded_nodes
+
+        started = time.perf_counter()
+        with recorded_nodes():
+            outputs = _run_world(
+                scenario,
+                is_reference=False,
+                sinks=sinks,
+                schedule_seed=schedule_seed,
+                replay=replay,
+                faults=faults,
+                progress=progress,
+            )
+        references = _run_world(
+            scenario,
+            is_reference=True,
+            sinks=[None] * scenario.world_size,
+            schedule_seed=schedule_seed,
+            replay=replay,
+            faults=(),
+            progress=progress,
+        )
+        result = judge(
+            outputs,
+            references,
+            num_records=sum(sink.num_records for sink in sinks),
+            wall_s=time.perf_counter() - started,
+            trace=out,
+        )
+    return result
+
+
+def _run_world(
+    scenario: Scenario,
+    *,
+    is_reference: bool,
+    sinks: Sequence[Sink | None],
+    schedule_seed: int,
+    replay: str,
+    faults: Sequence[Fault],
+    progress: Progress,
+) -> list[list[StepOutput]]:
+    from sim.world import World, init_process_group
+
+    label = "reference" if is_reference else "scenario"
+
+    def body(rank: int) -> list[StepOutput]:
+        def on_step(step: int) -> None:
+            if rank == 0:
+                progress(f"{label}: step {step + 1} of {scenario.train_iters}")
+
+        return run_rank(
+            scenario,
+            rank,
+            is_reference=is_reference,
+            sink=sinks[rank],
+            start=init_process_group,
+            on_step=on_step,
+        )
+
+    world = World(
+        scenario.world_size,
+        schedule_seed=schedule_seed,
+        state=rank_state(),
+        faults=faults,
+        replay=replay,
+    )
+    return world.run(body)
+
+
+def judge(
+    outputs: list[list[StepOutput]],
+    references: list[list[StepOutput]],
+    *,
+    num_records: int,
+    wall_s: float,
+    trace: Path | None,
+) -> RunResult:
+    """Compares all ranks and steps; outer index rank, inner index step."""
+    gaps = [
+        step_gap(step, rank, output, reference)
+        for rank, (mine, theirs) in enumerate(zip(outputs, references, strict=True))
+        for step, (output, reference) in enumerate(zip(mine, theirs, strict=True))
+    ]
+    norms = [
+        abs(output.grad_norm - reference.grad_norm) / reference.grad_norm
+        for mine, theirs in zip(outputs, references, strict=True)
+        for output, reference in zip(mine, theirs, strict=True)
+    ]
+    return RunResult(
+        ranks=len(outputs),
+        losses=[output.loss for output in outputs[0]],
+        reference_losses=[reference.loss for reference in references[0]],
+        gap=largest([gap for gap in gaps if gap.step == 0]),
+        later_gap=largest(gaps),
+        grad_norm_rel_error=max(norms),
+        num_records=num_records,
+        wall_s=wall_s,
+        trace=trace,
+    )

@@ -1,0 +1,14 @@
+"""Many ranks in one process: deterministic order, real data, loud mismatches."""
+
+from sim.world.process_group import init_process_group
+from sim.world.state import RankState, torch_state
+from sim.world.world import World, WorldError, current_world
+
+__all__ = [
+    "RankState",
+    "World",
+    "WorldError",
+    "current_world",
+    "init_process_group",
+    "torch_state",
+]
