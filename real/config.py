@@ -33,13 +33,13 @@ class Scenario:
 
     # model
     num_layers: int = _key(4, "model", "transformer layers")
-    hidden_size: int = _key(64, "model", "width of the residual stream")
-    ffn_hidden_size: int = _key(128, "model", "width of a dense layer's MLP")
+    hidden_size: int = _key(32, "model", "width of the residual stream")
+    ffn_hidden_size: int = _key(64, "model", "width of a dense layer's MLP")
     num_attention_heads: int = _key(4, "model", "attention heads")
-    seq_length: int = _key(32, "model", "tokens of one sequence")
-    vocab_size: int = _key(128, "model", "padded vocabulary size")
+    seq_length: int = _key(16, "model", "tokens of one sequence")
+    vocab_size: int = _key(64, "model", "padded vocabulary size")
     num_experts: int = _key(4, "model", "experts of a MoE layer")
-    moe_ffn_hidden_size: int = _key(64, "model", "width of one expert")
+    moe_ffn_hidden_size: int = _key(32, "model", "width of one expert")
     moe_router_topk: int = _key(2, "model", "experts per token")
     transformer_impl: str = _key(
         "local", "model", "layer spec", choices=("local", "transformer_engine")

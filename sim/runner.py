@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
 
 from real.config import Scenario, ScenarioError
 from real.trace import JsonlSink, Sink, trace_path
+from sim.aside import Aside, can_fork
 from sim.compare import GradientGap, largest, step_gap
 from sim.megatron import megatron_on_fake_cuda, rank_state
 from sim.rank import run_rank
@@ -124,52 +128,94 @@ def run_in_process(
     scenario: Scenario,
     *,
     schedule_seed: int = 0,
+    sinks: Sequence[Sink | None] = (),
     out: Path | None = None,
     replay: str = "",
     faults: Sequence[Fault] = (),
     progress: Progress = lambda _: None,
 ) -> RunResult:
-    """Runs all ranks of a scenario, then of its reference, in this process.
+    """Runs all ranks of a scenario in this process, and of its reference in a forked copy.
+
+    Args:
+        scenario: The run.
+        schedule_seed: Chooses the order in which ranks take turns.
+        sinks: Where each rank's records go; none to count them only.
+        out: The folder that the sinks write to, for the result.
+        replay: The command that repeats this run, for messages.
+        faults: Disturbances of the scenario's collectives.
+        progress: Shown one line of text now and then.
 
     Raises:
-        ScenarioError: `out` cannot be written.
         WorldError: A rank failed or the ranks do not agree.
     """
-    sinks = [_CountingSink(sink) for sink in open_sinks(out, scenario.world_size)]
+    counting = [_CountingSink(sink) for sink in sinks or [None] * scenario.world_size]
     with ExitStack() as stack:
-        for sink in sinks:
+        for sink in counting:
             stack.callback(sink.close)
         stack.enter_context(megatron_on_fake_cuda())
         from real.mcore.observe import recorded_nodes
 
         started = time.perf_counter()
+        gc.freeze()  # what is imported stays: no use in looking through it again and again
+        stack.callback(gc.unfreeze)
+
+        def run_reference() -> list[list[StepOutput]]:
+            return _run_world(
+                scenario,
+                is_reference=True,
+                sinks=[None] * scenario.world_size,
+                schedule_seed=schedule_seed,
+                replay=replay,
+                faults=(),
+                progress=progress,
+            )
+
+        aside = Aside(lambda: _pack(run_reference())) if can_fork() else None
+        if aside is not None:
+            stack.callback(aside.stop)
         with recorded_nodes():
             outputs = _run_world(
                 scenario,
                 is_reference=False,
-                sinks=sinks,
+                sinks=counting,
                 schedule_seed=schedule_seed,
                 replay=replay,
                 faults=faults,
                 progress=progress,
             )
-        references = _run_world(
-            scenario,
-            is_reference=True,
-            sinks=[None] * scenario.world_size,
-            schedule_seed=schedule_seed,
-            replay=replay,
-            faults=(),
-            progress=progress,
-        )
+        references = run_reference() if aside is None else _unpack(aside.result())
         result = judge(
             outputs,
             references,
-            num_records=sum(sink.num_records for sink in sinks),
+            num_records=sum(sink.num_records for sink in counting),
             wall_s=time.perf_counter() - started,
             trace=out,
         )
     return result
+
+
+def _pack(outputs: list[list[StepOutput]]) -> Any:
+    """Turns outputs into plain data for another process."""
+    return [
+        [(o.loss, o.grad_norm, {n: g.numpy() for n, g in o.gradients.items()}) for o in steps]
+        for steps in outputs
+    ]
+
+
+def _unpack(packed: Any) -> list[list[StepOutput]]:
+    from real.mcore.jobs import StepOutput
+
+    return [
+        [
+            StepOutput(
+                loss=loss,
+                grad_norm=grad_norm,
+                gradients={name: torch.from_numpy(array) for name, array in gradients.items()},
+            )
+            for loss, grad_norm, gradients in steps
+        ]
+        for steps in packed
+    ]
 
 
 def _run_world(

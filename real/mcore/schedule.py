@@ -87,7 +87,11 @@ class Mfsdp1F1B(_BaseDataParallel):
         except BaseException:
             attach()
             raise
-        self._undo = [attach, internals.join_schedule(Mfsdp1F1B)]
+        self._undo = [
+            attach,
+            internals.join_schedule(Mfsdp1F1B),
+            internals.memoize_layouts(),
+        ]
         self._record_units(units)
         return self._handle
 

@@ -1,0 +1,80 @@
+"""Runs a function in a forked copy of this process, on another core, while the caller goes on."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import traceback
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+
+def can_fork() -> bool:
+    """Tells whether a second core is there and the platform can fork."""
+    return hasattr(os, "fork") and len(os.sched_getaffinity(0)) > 1
+
+
+class Aside:
+    """A function on its way in a forked process.
+
+    The copy starts with everything that is imported and swapped, so it costs no second start. Its
+    result must be plain data; an exception is raised again by `result`.
+
+    Args:
+        function: What to run. Its side effects stay in the copy.
+    """
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        context = multiprocessing.get_context("fork")
+        self._receiver, sender = context.Pipe(duplex=False)
+        self._process = context.Process(target=_run, args=(function, sender), daemon=True)
+        with warnings.catch_warnings():
+            # torch keeps idle threads; the copy uses one thread and none of their locks.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self._process.start()
+        sender.close()
+
+    def result(self) -> Any:
+        """Waits and returns what the function returned.
+
+        Raises:
+            Exception: What the function raised.
+            RuntimeError: The process died without an answer.
+        """
+        try:
+            error, value = self._receiver.recv()
+        except EOFError:
+            self._process.join()
+            raise RuntimeError(
+                f"Expected an answer of the forked process, got exit {self._process.exitcode}."
+            ) from None
+        self._process.join()
+        if error is not None:
+            raise error
+        return value
+
+    def stop(self) -> None:
+        """Ends the process if it still runs."""
+        self._process.terminate()
+        self._process.join()
+        self._receiver.close()
+
+
+def _run(function: Callable[[], Any], sender: Any) -> None:
+    try:
+        answer = (None, function())
+    except Exception as error:  # noqa: BLE001 - it is raised again on the other side
+        answer = (_sendable(error), None)
+    sender.send(answer)
+    sender.close()
+    os._exit(0)  # no clean-up of what belongs to the original process
+
+
+def _sendable(error: Exception) -> Exception:
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # noqa: BLE001 - anything may go wrong with a foreign exception
+        return RuntimeError("".join(traceback.format_exception(error)))
+    return error

@@ -1,0 +1,192 @@
+"""The commands of the bench: `python -m sim run`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NoReturn
+
+from real.config import Scenario, ScenarioError, flag, load_scenario
+
+if TYPE_CHECKING:
+    from sim.runner import Progress, RunResult
+
+DEFAULT_SCENARIO: Final = Path(__file__).parent.parent / "fixtures" / "configs" / "default.toml"
+BAD_INPUT: Final = 2
+DIFFERS: Final = 1
+
+# Short names beside Megatron's own flags.
+_ALIASES: Final = {"world_size": ["--ranks"], "train_iters": ["--steps"]}
+
+
+class _Parser(argparse.ArgumentParser):
+    """Prints one line for a bad argument instead of the whole usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(BAD_INPUT, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Returns the parser of all commands."""
+    parser = _Parser(prog="python -m sim", description="MFSDP v2 under combined 1F1B without a GPU.")
+    commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
+    run = commands.add_parser(
+        "run",
+        help="run a scenario on fake ranks and compare it with its reference",
+        description="Runs a scenario on fake ranks, compares it with the same model without FSDP, "
+        "and writes a trace. Exit status: 0 all agrees, 1 it does not, 2 bad input.",
+    )
+    run.add_argument(
+        "scenario", nargs="?", type=Path, default=DEFAULT_SCENARIO, help="a TOML file"
+    )
+    add_scenario_flags(run)
+    run.add_argument("--schedule-seed", type=int, default=0, help="order in which ranks take turns")
+    run.add_argument("--world", choices=("inprocess", "gloo"), default="inprocess")
+    run.add_argument("--out", type=Path, help="folder of the trace (default: runs/SCENARIO)")
+    run.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+def add_scenario_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds one flag for every scenario key, with Megatron's spelling."""
+    group = parser.add_argument_group("scenario keys (override the file)")
+    for spec in fields(Scenario):
+        names = [f"--{flag(spec.name)}", *_ALIASES.get(spec.name, [])]
+        options: dict[str, Any] = {"dest": spec.name, "help": spec.metadata["help"]}
+        if spec.type == "bool":
+            options["action"] = argparse.BooleanOptionalAction
+        else:
+            options["type"] = {"int": int, "float": float, "str": str}[str(spec.type)]
+            options["choices"] = spec.metadata["choices"] or None
+            if not spec.metadata["choices"]:
+                options["metavar"] = {"int": "N", "float": "X"}.get(str(spec.type), "NAME")
+        group.add_argument(*names, **options)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit status."""
+    arguments = make_parser().parse_args(argv)
+    try:
+        return run_command(arguments, list(sys.argv[1:] if argv is None else argv))
+    except ScenarioError as error:
+        return _fail(str(error))
+
+
+def _fail(message: str) -> int:
+    print(f"sim: {message}", file=sys.stderr)
+    return BAD_INPUT
+
+
+def run_command(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
+    """`run`: trains the scenario and its reference and prints how they compare."""
+    scenario = load_scenario(arguments.scenario).changed(
+        **{spec.name: getattr(arguments, spec.name) for spec in fields(Scenario)}
+    )
+    out = arguments.out or Path("runs") / arguments.scenario.stem
+    replay = f"python -m sim {shlex.join(argv)}"
+    # Imported late: bad input is answered before torch and Megatron load.
+    from sim.quiet import quiet
+
+    quiet()
+    from real.mcore.versions import UnsupportedVersion, check_megatron_version
+
+    try:
+        check_megatron_version()
+    except UnsupportedVersion as error:
+        return _fail(str(error))
+    from sim.runner import open_sinks, run_in_process
+    from sim.world.world import WorldError
+
+    sinks = open_sinks(out, scenario.world_size)
+    progress = _progress_line() if not arguments.json else _no_progress
+    try:
+        if arguments.world == "gloo":
+            from sim.world.gloo import run_gloo
+
+            result = run_gloo(scenario, out=out, progress=progress)
+        else:
+            result = run_in_process(
+                scenario,
+                schedule_seed=arguments.schedule_seed,
+                sinks=sinks,
+                out=out,
+                replay=replay,
+                progress=progress,
+            )
+    except WorldError as error:
+        progress("")
+        print(f"sim: {error}", file=sys.stderr)
+        return DIFFERS
+    progress("")
+    problems = result.problems()
+    if arguments.json:
+        print(json.dumps(as_json(result)))
+    else:
+        print_table(scenario, result)
+        for problem in problems:
+            print(problem)
+    return DIFFERS if problems else 0
+
+
+def _no_progress(text: str) -> None:
+    """Shows nothing."""
+
+
+def _progress_line() -> Progress:
+    """Returns what shows one changing line on a terminal and nothing in a pipe."""
+    if not sys.stderr.isatty():
+        return _no_progress
+
+    def show(text: str) -> None:
+        sys.stderr.write(f"\r\x1b[K{text}")
+        sys.stderr.flush()
+
+    return show
+
+
+def as_json(result: RunResult) -> dict[str, Any]:
+    """Returns the result as the JSON object that `--json` prints."""
+    return {
+        "passed": not result.problems(),
+        "problems": result.problems(),
+        "ranks": result.ranks,
+        "losses": result.losses,
+        "reference_losses": result.reference_losses,
+        "max_grad_rel_error": result.gap.relative,
+        "worst_parameter": result.gap.parameter,
+        "worst_rank": result.gap.rank,
+        "max_grad_rel_error_all_steps": result.later_gap.relative,
+        "grad_norm_rel_error": result.grad_norm_rel_error,
+        "num_records": result.num_records,
+        "wall_s": round(result.wall_s, 3),
+        "trace": str(result.trace),
+    }
+
+
+def print_table(scenario: Scenario, result: RunResult) -> None:
+    """Prints the comparison for a reader."""
+    schedule = "combined 1F1B" if scenario.overlap_moe_expert_parallel_comm else "plain schedule"
+    print(
+        f"MFSDP v2 under {schedule}: {result.ranks} ranks, "
+        f"EP{scenario.expert_model_parallel_size} x expert-DP "
+        f"{scenario.expert_data_parallel_size}, {scenario.num_layers} layers, "
+        f"{scenario.num_microbatches} microbatches"
+    )
+    print(f"{'step':>4}  {'loss':>12}  {'no FSDP':>12}  {'difference':>10}")
+    for step, (loss, expected) in enumerate(
+        zip(result.losses, result.reference_losses, strict=True)
+    ):
+        print(f"{step:>4}  {loss:>12.8f}  {expected:>12.8f}  {loss - expected:>10.1e}")
+    gap = result.gap
+    print(
+        f"largest gradient difference of step 0: {gap.relative:.2e} of its tensor's largest value, "
+        f"in {gap.parameter} on rank {gap.rank}"
+    )
+    print(f"largest gradient norm difference: {result.grad_norm_rel_error:.2e} relative")
+    print(f"trace: {result.trace} ({result.num_records} records), {result.wall_s:.1f} s")
+    print("all agrees" if not result.problems() else "DOES NOT AGREE:")
