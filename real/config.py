@@ -44,14 +44,40 @@ class Scenario:
     transformer_impl: str = _key(
         "local", "model", "layer spec", choices=("local", "transformer_engine")
     )
+    moe_layer_freq: str = _key(
+        "1", "model", "1: every layer is MoE; or one 0 (dense) or 1 (MoE) per layer, as 0,1,1,1"
+    )
+    moe_shared_expert_intermediate_size: int = _key(
+        0, "model", "width of the shared expert; 0: none"
+    )
+    untie_embeddings_and_output_weights: bool = _key(
+        True, "model", "false: the output layer uses the embedding's weight"
+    )
+    mtp_num_layers: int = _key(0, "model", "multi-token prediction layers, 0 or 1")
+    freeze: str = _key(
+        "", "model", "patterns of parameters without a gradient, as *.router.weight,*.layers.1.*"
+    )
+    recompute_modules: str = _key(
+        "", "model", "selective recompute, as core_attn,layernorm; empty: none"
+    )
     # parallel
     world_size: int = _key(4, "parallel", "ranks")
     expert_model_parallel_size: int = _key(2, "parallel", "ranks that share a layer's experts")
+    num_distributed_optimizer_instances: int = _key(
+        1, "parallel", "size of the outer data-parallel axis of a hybrid mesh"
+    )
+    outer_dp_sharding_strategy: str = _key(
+        "no_shard",
+        "parallel",
+        "outer axis: replicas (HSDP) or sharded optimizer state (HFSDP)",
+        choices=("no_shard", "optim"),
+    )
     # schedule
     num_microbatches: int = _key(4, "schedule", "microbatches of one optimizer step")
     overlap_moe_expert_parallel_comm: bool = _key(
         True, "schedule", "combined 1F1B with our hooks; false: plain schedule, MFSDP's own hooks"
     )
+    delay_wgrad_compute: bool = _key(False, "schedule", "weight gradients in calls of their own")
     prefetch: str = _key(
         "none", "schedule", "gathers issued one unit ahead", choices=("none", "forward", "both")
     )
@@ -61,6 +87,7 @@ class Scenario:
     seed: int = _key(1234, "training", "seed of weights and data")
     optimizer: str = _key("adam", "training", "optimizer", choices=("adam", "sgd"))
     lr: float = _key(1e-3, "training", "learning rate")
+    clip_grad: float = _key(0.0, "training", "largest gradient norm; 0: no clipping")
 
     def __post_init__(self) -> None:
         for spec in fields(self):
@@ -72,6 +99,18 @@ class Scenario:
         """Ranks that hold the same experts."""
         return self.world_size // self.expert_model_parallel_size
 
+    @property
+    def moe_layers(self) -> list[int]:
+        """One entry a layer: 1 for a MoE layer, 0 for a dense one."""
+        if self.moe_layer_freq == "1":
+            return [1] * self.num_layers
+        return [int(part) for part in self.moe_layer_freq.split(",")]
+
+    @property
+    def freeze_patterns(self) -> list[str]:
+        """Patterns of frozen parameters."""
+        return split_list(self.freeze)
+
     def as_dict(self) -> dict[str, Any]:
         """Returns all keys with their values, in order, for a trace header."""
         return dataclasses.asdict(self)
@@ -82,9 +121,13 @@ class Scenario:
         return dataclasses.replace(self, **given)
 
 
-_POSITIVE: Final = tuple(
-    spec.name for spec in fields(Scenario) if spec.type == "int" and spec.name != "seed"
-)
+_MAY_BE_ZERO: Final = frozenset({"seed", "moe_shared_expert_intermediate_size", "mtp_num_layers"})
+_RECOMPUTE_MODULES: Final = ("core_attn", "layernorm")
+
+
+def split_list(text: str) -> list[str]:
+    """Splits a comma-separated value; empty text has no parts."""
+    return [part.strip() for part in text.split(",") if part.strip()]
 
 
 def flag(name: str) -> str:
@@ -105,11 +148,12 @@ def _check_type(spec: dataclasses.Field[Any], value: Any) -> None:
 
 
 def _check_sizes(s: Scenario) -> None:
-    for name in _POSITIVE:
-        if getattr(s, name) < 1:
-            raise ScenarioError(f"Expected {flag(name)} of 1 or more, got {getattr(s, name)}.")
-    if s.lr < 0:
-        raise ScenarioError(f"Expected lr of 0 or more, got {s.lr}.")
+    for spec in fields(s):
+        least = 0 if spec.name in _MAY_BE_ZERO or spec.type == "float" else 1
+        if spec.type in ("int", "float") and not getattr(s, spec.name) >= least:
+            raise ScenarioError(
+                f"Expected {flag(spec.name)} of {least} or more, got {getattr(s, spec.name)}."
+            )
     for whole, part in (
         ("world_size", "expert_model_parallel_size"),
         ("num_experts", "expert_model_parallel_size"),
@@ -120,6 +164,36 @@ def _check_sizes(s: Scenario) -> None:
                 f"Expected {flag(whole)} to be a multiple of {flag(part)}, "
                 f"got {getattr(s, whole)} and {getattr(s, part)}."
             )
+    if s.expert_data_parallel_size % s.num_distributed_optimizer_instances:
+        raise ScenarioError(
+            "Expected the expert-data-parallel size (world-size over expert-model-parallel-size) "
+            "to be a multiple of num-distributed-optimizer-instances, got "
+            f"{s.expert_data_parallel_size} and {s.num_distributed_optimizer_instances}."
+        )
+    if s.moe_layer_freq != "1" and (
+        len(split_list(s.moe_layer_freq)) != s.num_layers
+        or set(split_list(s.moe_layer_freq)) - {"0", "1"}
+    ):
+        raise ScenarioError(
+            f"Expected moe-layer-freq of 1 or {s.num_layers} comma-separated 0 or 1, "
+            f"got {s.moe_layer_freq!r}."
+        )
+    if s.mtp_num_layers > 1:
+        raise ScenarioError(f"Expected mtp-num-layers of 0 or 1, got {s.mtp_num_layers}.")
+    for name in split_list(s.recompute_modules):
+        if name not in _RECOMPUTE_MODULES:
+            raise ScenarioError(
+                f"Expected recompute-modules among {', '.join(_RECOMPUTE_MODULES)}, got {name!r}."
+            )
+    if s.delay_wgrad_compute and not s.overlap_moe_expert_parallel_comm:
+        raise ScenarioError(
+            "Expected overlap-moe-expert-parallel-comm with delay-wgrad-compute, got it off."
+        )
+    if s.delay_wgrad_compute and s.transformer_impl != "transformer_engine":
+        raise ScenarioError(
+            "Expected transformer-impl of transformer_engine with delay-wgrad-compute, "
+            f"got {s.transformer_impl}."
+        )
     if s.moe_router_topk > s.num_experts:
         raise ScenarioError(
             f"Expected moe-router-topk of at most num-experts, "

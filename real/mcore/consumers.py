@@ -6,7 +6,7 @@ nodes therefore accumulates once per node, and its unit is complete only after t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import nn
@@ -32,16 +32,29 @@ class Consumers:
 
 
 def find_consumers(model: nn.Module, units: Mapping[str, FsdpUnit]) -> Consumers:
-    """Reads the structure of a GPT model.
+    """Reads the structure of a GPT or hybrid model.
 
     Args:
         model: The root unit's module.
         units: All units by name.
     """
-    layers: Sequence[str] = [f"decoder.layers.{i}" for i in range(len(model.decoder.layers))]
+    layers = [f"decoder.layers.{name}" for name, _ in model.decoder.layers.named_children()]
+    mtp = getattr(model, "mtp", None)
+    num_mtp = 0 if mtp is None else len(mtp.layers)
+    # The schedule releases the transformer layer inside a prediction layer, not its projections.
+    layers += [f"mtp.layers.{i}.mtp_model_layer" for i in range(num_mtp)]
+    is_tied = bool(getattr(model, "share_embeddings_and_output_weights", False))
+    trainable = {name for unit in units.values() for name in unit.trainable_parameters}
+    # The first node embeds the tokens, and so does each prediction layer's own first node; the last
+    # node projects with the embedding's weight when the two are tied.
+    fires = {
+        "embedding.word_embeddings.weight": 1 + num_mtp + is_tied,
+        "embedding.position_embeddings.weight": 1 + num_mtp,
+    }
     return Consumers(
         layers=tuple(layers),
-        fires={},
-        borrowers={},
+        fires={name: count for name, count in fires.items() if name in trainable},
+        # A tied projection owns no weight, and its backward is the first to read the embedding's.
+        borrowers={"output_layer": ""} if is_tied else {},
         forward_order=tuple(name for name in units if name),
     )

@@ -23,7 +23,7 @@ from real.hooks import Prefetch
 from real.mcore import internals
 from real.mcore.model import build_model, make_config, seed_all
 from real.mcore.schedule import Mfsdp1F1B
-from real.mcore.shard import mesh_of, shard_model
+from real.mcore.shard import make_meshes, shard_model
 from real.mcore.training import make_optimizer, run_step
 from real.trace import OpKind, active_recorder
 
@@ -56,20 +56,21 @@ class FsdpJob:
             scenario, is_overlapped=scenario.overlap_moe_expert_parallel_comm
         )
         module = build_model(config, scenario)
+        self._meshes = make_meshes(
+            num_outer=scenario.num_distributed_optimizer_instances,
+            is_outer_sharded=scenario.outer_dp_sharding_strategy == "optim",
+        )
         divisors = shard_model(
-            module,
-            dense_mesh=mesh_of(
-                parallel_state.get_data_parallel_group(with_context_parallel=True), "dp"
-            ),
-            expert_mesh=mesh_of(parallel_state.get_expert_data_parallel_group(), "expert_dp"),
-            expert_parallel_size=scenario.expert_model_parallel_size,
+            module, self._meshes, expert_parallel_size=scenario.expert_model_parallel_size
         )
         self._scenario = scenario
         self.model = Mfsdp1F1B(
             config, module, grad_divisors=divisors, prefetch=Prefetch(scenario.prefetch)
         )
         config.finalize_model_grads_func = finalize_model_grads
-        self._optimizer = make_optimizer(scenario, list(module.parameters()))
+        self._optimizer = make_optimizer(
+            scenario, [weight for weight in module.parameters() if weight.requires_grad]
+        )
         fully_shard_optimizer(self._optimizer)
 
     def forward_backward(self, step: int) -> float:
@@ -111,6 +112,7 @@ class ReferenceJob:
         self._main_weights = {
             name: torch.nn.Parameter(weight.detach().float())
             for name, weight in self._weights.items()
+            if weight.requires_grad
         }
         self._optimizer = make_optimizer(scenario, list(self._main_weights.values()))
 
@@ -121,7 +123,11 @@ class ReferenceJob:
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """Returns copies of the reduced gradients."""
-        return {name: weight.main_grad.clone() for name, weight in self._weights.items()}
+        return {
+            name: weight.main_grad.clone()
+            for name, weight in self._weights.items()
+            if weight.requires_grad
+        }
 
     def optimizer_step(self) -> None:
         """Updates float32 main weights and rounds them into the model's."""

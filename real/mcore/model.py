@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import fnmatch
 import warnings
 from typing import Any
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_mtp_block_spec,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from real.config import Scenario
+from real.config import Scenario, split_list
 
 
 def initialize_parallel(scenario: Scenario) -> None:
@@ -21,6 +25,7 @@ def initialize_parallel(scenario: Scenario) -> None:
     """
     parallel_state.initialize_model_parallel(
         expert_model_parallel_size=scenario.expert_model_parallel_size,
+        num_distributed_optimizer_instances=scenario.num_distributed_optimizer_instances,
         create_gloo_process_groups=False,
     )
     seed_all(scenario)
@@ -52,6 +57,12 @@ def make_config(scenario: Scenario, *, is_overlapped: bool) -> TransformerConfig
         moe_grouped_gemm=scenario.transformer_impl == "transformer_engine",
         expert_model_parallel_size=scenario.expert_model_parallel_size,
         overlap_moe_expert_parallel_comm=is_overlapped,
+        delay_wgrad_compute=is_overlapped and scenario.delay_wgrad_compute,
+        moe_layer_freq=scenario.moe_layers,
+        moe_shared_expert_intermediate_size=scenario.moe_shared_expert_intermediate_size or None,
+        mtp_num_layers=scenario.mtp_num_layers or None,
+        recompute_granularity="selective" if scenario.recompute_modules else None,
+        recompute_modules=split_list(scenario.recompute_modules) or None,
         add_bias_linear=False,
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
@@ -72,9 +83,11 @@ def make_config(scenario: Scenario, *, is_overlapped: bool) -> TransformerConfig
 
 def build_model(config: TransformerConfig, scenario: Scenario) -> Any:
     """Returns Megatron's GPT model in bf16, on this rank's device."""
-    spec = get_gpt_decoder_block_spec(
-        config, use_transformer_engine=scenario.transformer_impl == "transformer_engine"
-    )
+    uses_te = scenario.transformer_impl == "transformer_engine"
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=uses_te)
+    mtp_spec = None
+    if scenario.mtp_num_layers:
+        mtp_spec = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=uses_te)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         model = GPTModel(
@@ -83,6 +96,10 @@ def build_model(config: TransformerConfig, scenario: Scenario) -> Any:
             vocab_size=scenario.vocab_size,
             max_sequence_length=scenario.seq_length,
             position_embedding_type="rope",
-            share_embeddings_and_output_weights=False,
+            share_embeddings_and_output_weights=not scenario.untie_embeddings_and_output_weights,
+            mtp_block_spec=mtp_spec,
         )
+    for name, parameter in model.named_parameters():
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in scenario.freeze_patterns):
+            parameter.requires_grad_(False)
     return model.cuda().bfloat16()
