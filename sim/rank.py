@@ -42,6 +42,9 @@ def run_rank(
         stack.enter_context(use_device(FakeDevice(rank, recorder)))
         stack.enter_context(recording(recorder))
         start(rank, scenario.world_size)
+        if is_reference:
+            # Without FSDP a hybrid mesh has no meaning, and the groups of one would mislead DDP.
+            scenario = scenario.changed(num_distributed_optimizer_instances=1)
         initialize_parallel(scenario)
         job: Job = ReferenceJob(scenario) if is_reference else FsdpJob(scenario)
         outputs = run_job(job, scenario, on_step=on_step)

@@ -23,8 +23,16 @@ from megatron.core.distributed.fsdp.src.megatron_fsdp.experimental.module import
     FsdpContext,
     FsdpModule,
 )
+from megatron.core.distributed.fsdp.src.megatron_fsdp.experimental import DBuffer, Flat  # noqa: E402
 from megatron.core.distributed.fsdp.src.megatron_fsdp.experimental.layout import (  # noqa: E402
     GlobalLayout,
+)
+from megatron.core.distributed.fsdp.src.megatron_fsdp.experimental.optimizer import (  # noqa: E402
+    fully_shard_optimizer,
+)
+from megatron.core.distributed.fsdp.src.megatron_fsdp.experimental.parameter_group import (  # noqa: E402,E501
+    FsdpParameterGroup,
+    get_containing_parameter_group,
 )
 from megatron.core.pipeline_parallel import combined_1f1b  # noqa: E402
 
@@ -76,8 +84,40 @@ class MfsdpUnit:
         self.module._reshard_parameter_groups()
 
     def reduce_gradients(self) -> None:
-        """Reduces the full gradients into the sharded ones."""
+        """Reduces the full gradients into the sharded ones.
+
+        Raises:
+            NotImplementedError: The outer axis of a hybrid mesh is sharded and gradients of an
+                earlier window are still installed: clear them with `set_to_none=True`.
+        """
+        for group in self.module._parameter_groups:
+            if group.requires_grad:
+                self._begin_window(group)
         self.module._reduce_gradient_groups()
+
+    def _begin_window(self, group: Any) -> None:
+        """Gives a group whose gradient is sharded over the outer axis a new accumulator.
+
+        After the last microbatch such a gradient rests finally sharded, and the release cannot take
+        it back to where it accumulates. Its values have been used, so a new buffer is enough.
+        """
+        rests_at, accumulates_at = group.main_grad.placements, group._accumulation_placements
+        if rests_at == accumulates_at or not isinstance(rests_at[0], Flat):
+            return
+        if any(parameter.grad is not None for parameter in group.sharded_parameters):
+            raise NotImplementedError(
+                f"Cannot accumulate into finished gradients of FSDP unit {self.name!r} with a "
+                "sharded outer axis; call zero_grad(set_to_none=True) before the next step."
+            )
+        # On the stream that writes it first, so that it needs no record_stream().
+        with torch.cuda.stream(self.module.context.reduce_scatter_stream):
+            group.main_grad = DBuffer(
+                mesh=group.mesh,
+                placements=accumulates_at,
+                tensor_shapes=group.main_grad.layout.tensor_shapes,
+                dtype=group.main_grad.dtype,
+                device=group.main_grad.device,
+            )
 
     @property
     def num_parameters(self) -> int:
@@ -362,6 +402,38 @@ PROCESS_CLASS_ATTRIBUTES: Final[dict[str, tuple[str, ...]]] = {
 """Class attributes that Megatron assigns at run time and so shares within a process."""
 
 
+# -- optimizer --------------------------------------------------------------------------------
+
+
+def shard_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Makes an optimizer of sharded parameters refresh the model weights after each step.
+
+    MFSDP's own hook does that in the order of a set of objects, which differs from rank to rank:
+    where the refresh is a collective (sharded outer axis), ranks then gather different units at the
+    same time. The order here is that of the optimizer's parameters.
+    """
+    before = set(optimizer._optimizer_step_post_hooks)
+    fully_shard_optimizer(optimizer)
+    (key,) = set(optimizer._optimizer_step_post_hooks) - before
+    released_hook = optimizer._optimizer_step_post_hooks[key]
+    released_sync = FsdpParameterGroup.sync_model_weight_from_main_weight
+
+    def refresh(stepped: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        stale: list[FsdpParameterGroup] = []
+        FsdpParameterGroup.sync_model_weight_from_main_weight = lambda group: stale.append(group)
+        try:
+            released_hook(stepped, args, kwargs)
+        finally:
+            FsdpParameterGroup.sync_model_weight_from_main_weight = released_sync
+        parameters = [p for group in stepped.param_groups for p in group["params"]]
+        groups = [get_containing_parameter_group(parameter) for parameter in parameters]
+        for group in dict.fromkeys(groups):
+            if group in stale:
+                group.sync_model_weight_from_main_weight()
+
+    optimizer._optimizer_step_post_hooks[key] = refresh
+
+
 # -- gradients --------------------------------------------------------------------------------
 
 
@@ -387,8 +459,8 @@ def full_gradients(root: nn.Module) -> dict[str, torch.Tensor]:
                 if parameter.grad is None:
                     raise RuntimeError(f"Expected a gradient of {unit_name}.{name}, got none.")
             buffer = group.main_grad
-            for axis in reversed(range(buffer.mesh.ndim)):
-                if type(buffer.placements[axis]).__name__ == "Flat":
+            for axis in range(buffer.mesh.ndim):  # outer axis first: sharded axes stay a suffix
+                if isinstance(buffer.placements[axis], Flat):
                     buffer = buffer.allgather(axis)
             for index, name in enumerate(group.parameter_names):
                 full_name = f"{unit_name}.{name}" if unit_name else name

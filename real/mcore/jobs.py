@@ -16,7 +16,6 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.distributed.fsdp.src.megatron_fsdp.experimental import fully_shard_optimizer
 
 from real.config import Scenario
 from real.hooks import Prefetch
@@ -71,7 +70,7 @@ class FsdpJob:
         self._optimizer = make_optimizer(
             scenario, [weight for weight in module.parameters() if weight.requires_grad]
         )
-        fully_shard_optimizer(self._optimizer)
+        internals.shard_optimizer(self._optimizer)
 
     def forward_backward(self, step: int) -> float:
         """Runs one step's microbatches and returns the mean loss."""

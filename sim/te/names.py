@@ -77,11 +77,11 @@ _DISTRIBUTED: dict[str, object] = {
     "CudaRNGStatesTracker": rng.CudaRNGStatesTracker,
     "get_all_rng_states": get_all_rng_states,
     "is_fp8_activation_recompute_enabled": quantization.is_fp8_activation_recompute_enabled,
+    "activation_recompute_forward": quantization.activation_recompute_forward,
     "in_fp8_activation_recompute_phase": quantization.in_fp8_activation_recompute_phase,
     **_refused(
         "activation checkpointing by Transformer Engine",
         "checkpoint",
-        "activation_recompute_forward",
     ),
     **_refused("sequence parallelism", "gather_along_first_dim", "reduce_scatter_along_first_dim"),
 }
