@@ -57,8 +57,11 @@ class Scenario:
     freeze: str = _key(
         "", "model", "patterns of parameters without a gradient, as *.router.weight,*.layers.1.*"
     )
+    recompute_granularity: str = _key(
+        "none", "model", "activation recompute", choices=("none", "selective", "full")
+    )
     recompute_modules: str = _key(
-        "", "model", "selective recompute, as core_attn,layernorm; empty: none"
+        "core_attn", "model", "what selective recompute covers, as core_attn,layernorm"
     )
     # parallel
     world_size: int = _key(4, "parallel", "ranks")
@@ -77,6 +80,7 @@ class Scenario:
     overlap_moe_expert_parallel_comm: bool = _key(
         True, "schedule", "combined 1F1B with our hooks; false: plain schedule, MFSDP's own hooks"
     )
+    fine_grained_hooks: bool = _key(False, "schedule", "our hooks under the plain schedule too")
     delay_wgrad_compute: bool = _key(False, "schedule", "weight gradients in calls of their own")
     prefetch: str = _key(
         "none", "schedule", "gathers issued one unit ahead", choices=("none", "forward", "both")
@@ -185,6 +189,11 @@ def _check_sizes(s: Scenario) -> None:
             raise ScenarioError(
                 f"Expected recompute-modules among {', '.join(_RECOMPUTE_MODULES)}, got {name!r}."
             )
+    if s.recompute_granularity == "full" and s.overlap_moe_expert_parallel_comm:
+        raise ScenarioError(
+            "Expected recompute-granularity of none or selective with "
+            "overlap-moe-expert-parallel-comm, got full."
+        )
     if s.delay_wgrad_compute and not s.overlap_moe_expert_parallel_comm:
         raise ScenarioError(
             "Expected overlap-moe-expert-parallel-comm with delay-wgrad-compute, got it off."

@@ -29,9 +29,7 @@ class _Hook:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
         copied = type(self).__new__(type(self))
-        copied._scheduler = _no_scheduler
-        copied._unit = self._unit
-        copied._subject = self._subject
+        copied.__dict__.update(self.__dict__, _scheduler=_no_scheduler)
         return copied
 
 
@@ -44,6 +42,17 @@ class _PreForward(_Hook):
         scheduler = self._scheduler()
         if scheduler is not None:
             scheduler.pre_forward(self._unit, self._subject)
+
+
+class _PostForward(_Hook):
+    def __init__(self, scheduler: UnitScheduler, units: tuple[str, ...], subject: str) -> None:
+        super().__init__(scheduler, units[0], subject)
+        self._units = units
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        scheduler = self._scheduler()
+        if scheduler is not None:
+            scheduler.post_forward(self._units, self._subject)
 
 
 class _PreBackward(_Hook):
@@ -139,6 +148,11 @@ def install_hooks(
                     _PreBackward(scheduler, demand.unit, demand.module)
                 )
             )
+        for name, units in plan.releases.items():
+            if units:
+                handle._handles.append(
+                    modules[name].register_forward_hook(_PostForward(scheduler, units, name))
+                )
         for gradient in plan.gradients:
             hook = _PostGradient(scheduler, gradient.unit, gradient.parameter)
             if gradient.is_delayed:

@@ -17,11 +17,7 @@ from real.hooks.unit import FsdpUnit
 
 @dataclass(frozen=True, kw_only=True)
 class DemandUnshard:
-    """Before `module` computes, forward or backward, `unit` is unsharded.
-
-    Attributes:
-        on_forward: False for a module that borrows a weight only in backward order first.
-    """
+    """Before `module` computes, forward or backward, `unit` is unsharded."""
 
     module: str
     unit: str
@@ -52,13 +48,14 @@ class HookPlan:
     Attributes:
         demand: Modules that gather their unit on demand.
         gradients: Gradients that are counted.
-        released_by_schedule: Units whose forward release is called by the schedule; the others keep
-            their parameters until their backward ends.
+        releases: Modules whose forward ends the forward use of the units named with them. The
+            combined schedule says so after a layer's last node; a module that is called as a whole
+            says so itself.
     """
 
     demand: tuple[DemandUnshard, ...]
     gradients: tuple[GradientCount, ...]
-    released_by_schedule: frozenset[str]
+    releases: Mapping[str, tuple[str, ...]]
 
     def __str__(self) -> str:
         lines = [f"{d.module or '<root>'} -> unshard {d.unit or '<root>'}" for d in self.demand]
@@ -125,11 +122,10 @@ def build_plan(
     missing = [name for name in layers if name not in module_names]
     if missing:
         raise ValueError(f"Expected layers of the model, got {missing}.")
-    released = frozenset(
-        name
-        for name in units
-        if any(name == layer or name.startswith(f"{layer}.") for layer in layers)
-    )
-    return HookPlan(
-        demand=tuple(demand), gradients=tuple(gradients), released_by_schedule=released
-    )
+    releases = {
+        layer: tuple(name for name in units if name == layer or name.startswith(f"{layer}."))
+        for layer in layers
+    }
+    released = {name for names in releases.values() for name in names}
+    releases[""] = tuple(name for name in units if name not in released)
+    return HookPlan(demand=tuple(demand), gradients=tuple(gradients), releases=releases)

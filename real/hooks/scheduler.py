@@ -7,6 +7,7 @@ parameters (demand unshard), the schedule's forward release, and its own gradien
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from real.hooks import ordering
 from real.hooks.completion import GradientCountdown
@@ -23,8 +25,6 @@ from real.trace import OpKind, active_recorder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from real.hooks.plan import HookPlan
 
 
 class Prefetch(StrEnum):
@@ -64,7 +64,7 @@ class ScheduledUnit:
         self.joined_streams: list[torch.cuda.Stream] = []
         self.next_forward: ScheduledUnit | None = None
         self.next_backward: ScheduledUnit | None = None
-        self.post_backward_hooks: dict[int, Callable[[nn.Module], None]] = {}
+        self.post_backward_hooks: OrderedDict[int, Callable[[nn.Module], None]] = OrderedDict()
 
 
 class UnitScheduler:
@@ -125,6 +125,16 @@ class UnitScheduler:
         if unit.next_backward is not None:
             self._prefetch(unit.next_backward, UnitEvent.BACKWARD_USE, module)
 
+    def post_forward(self, names: Sequence[str], module: str) -> None:
+        """A module that was called as a whole has run forward: its units' forward use ends.
+
+        The combined schedule calls no layer as a whole, so this is the plain schedule's release.
+        A recomputed forward releases nothing: its backward is about to read the same weights.
+        """
+        active_recorder().record(OpKind.HOOK, point="post_forward", module=module, unit=names[0])
+        if not _is_inside_backward():
+            self.release_forward(names, f"end of {module or '<root>'}")
+
     def post_gradient(self, name: str, parameter: str) -> None:
         """One gradient of a parameter of unit `name` has been accumulated."""
         unit = self.units[name]
@@ -175,20 +185,28 @@ class UnitScheduler:
         """The current stream waits for every reduction: gradients may be read after this.
 
         Raises:
-            RuntimeError: A unit's gradients are not complete; the message names the parameters.
+            RuntimeError: A unit's gradients are not complete, or a unit is still unsharded; the
+                message names parameters or units.
         """
-        for unit in self.units.values():
-            if unit.countdown.is_started:
-                late = unit.countdown.missing() + unit.countdown.short()
-                raise RuntimeError(
-                    f"Cannot finish the gradients of FSDP unit {unit.name or '<root>'!r} before "
-                    f"these have come: {', '.join(late)}."
-                )
+        self.release_backward(list(self.units), "finish_grad_sync")
+        self._check_resting()
         ordering.join_reduce_scatter(self.context)
         active_recorder().record(
             OpKind.FENCE, stream=torch.cuda.current_stream().stream_id
         )
         self._needs_fork = True
+
+    def register_post_backward_hook(
+        self, name: str, hook: Callable[[nn.Module], None]
+    ) -> RemovableHandle:
+        """Calls `hook` with the unit's module each time its reduction has been launched.
+
+        Several hooks of one unit run in the order of their registration.
+        """
+        hooks = self.units[name].post_backward_hooks
+        handle = RemovableHandle(hooks)
+        hooks[handle.id] = hook
+        return handle
 
     # -- steps ------------------------------------------------------------------------------
 
@@ -258,6 +276,18 @@ class UnitScheduler:
             unit.unit.reduce_gradients()
         for hook in list(unit.post_backward_hooks.values()):
             hook(unit.unit.module)
+
+    def _check_resting(self) -> None:
+        awake = [
+            f"{unit.name or '<root>'} ({unit.lifecycle.phase.value})"
+            for unit in self.units.values()
+            if unit.lifecycle.phase is not UnitPhase.RESTING or unit.unit.unshard_event is not None
+        ]
+        if awake:
+            raise RuntimeError(
+                "Expected every FSDP unit sharded and resting at the end of the step, got these "
+                f"still unsharded: {', '.join(awake)}."
+            )
 
     def _zero_fill(self, unit: ScheduledUnit) -> int:
         short = unit.countdown.short()

@@ -31,12 +31,16 @@ class Consumers:
     forward_order: tuple[str, ...]
 
 
-def find_consumers(model: nn.Module, units: Mapping[str, FsdpUnit]) -> Consumers:
+def find_consumers(
+    model: nn.Module, units: Mapping[str, FsdpUnit], *, is_combined: bool
+) -> Consumers:
     """Reads the structure of a GPT or hybrid model.
 
     Args:
         model: The root unit's module.
         units: All units by name.
+        is_combined: Whether the combined schedule runs; the plain one has a single autograd pass,
+            so every parameter accumulates once.
     """
     layers = [f"decoder.layers.{name}" for name, _ in model.decoder.layers.named_children()]
     mtp = getattr(model, "mtp", None)
@@ -53,7 +57,7 @@ def find_consumers(model: nn.Module, units: Mapping[str, FsdpUnit]) -> Consumers
     }
     return Consumers(
         layers=tuple(layers),
-        fires={name: count for name, count in fires.items() if name in trainable},
+        fires={n: count for n, count in fires.items() if is_combined and n in trainable},
         # A tied projection owns no weight, and its backward is the first to read the embedding's.
         borrowers={"output_layer": ""} if is_tied else {},
         forward_order=tuple(name for name in units if name),

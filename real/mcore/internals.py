@@ -218,6 +218,28 @@ def detach_execution_hooks(root: nn.Module) -> Callable[[], None]:
     return attach
 
 
+def divide_gradients(root: nn.Module, divisors: Mapping[str, int]) -> Callable[[], None]:
+    """Divides full gradients of some units as autograd makes them, and returns what undoes it.
+
+    For the plain schedule under MFSDP's own hooks, which leave no place between the last gradient
+    of a unit and its reduction.
+    """
+    handles = []
+    for name, unit in collect_units(root).items():
+        divisor = divisors.get(name, 1)
+        if divisor != 1:
+            for parameter in unit.trainable_parameters.values():
+                handles.append(
+                    parameter.register_hook(functools.partial(torch.Tensor.div, other=divisor))
+                )
+
+    def undo() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return undo
+
+
 # -- the combined schedule --------------------------------------------------------------------
 
 _released_finder = combined_1f1b.find_megatron_fsdp

@@ -64,7 +64,11 @@ class FsdpJob:
         )
         self._scenario = scenario
         self.model = Mfsdp1F1B(
-            config, module, grad_divisors=divisors, prefetch=Prefetch(scenario.prefetch)
+            config,
+            module,
+            grad_divisors=divisors,
+            prefetch=Prefetch(scenario.prefetch),
+            is_fine_grained=scenario.fine_grained_hooks,
         )
         config.finalize_model_grads_func = finalize_model_grads
         self._optimizer = make_optimizer(

@@ -61,8 +61,7 @@ def make_config(scenario: Scenario, *, is_overlapped: bool) -> TransformerConfig
         moe_layer_freq=scenario.moe_layers,
         moe_shared_expert_intermediate_size=scenario.moe_shared_expert_intermediate_size or None,
         mtp_num_layers=scenario.mtp_num_layers or None,
-        recompute_granularity="selective" if scenario.recompute_modules else None,
-        recompute_modules=split_list(scenario.recompute_modules) or None,
+        **_recompute(scenario),
         add_bias_linear=False,
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
@@ -79,6 +78,19 @@ def make_config(scenario: Scenario, *, is_overlapped: bool) -> TransformerConfig
         apply_rope_fusion=False,
         gradient_accumulation_fusion=False,
     )
+
+
+def _recompute(scenario: Scenario) -> dict[str, Any]:
+    if scenario.recompute_granularity == "selective":
+        modules = split_list(scenario.recompute_modules)
+        return {"recompute_granularity": "selective", "recompute_modules": modules}
+    if scenario.recompute_granularity == "full":
+        return {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        }
+    return {}
 
 
 def build_model(config: TransformerConfig, scenario: Scenario) -> Any:

@@ -10,6 +10,7 @@ from typing import Any, Final
 import torch
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from real.hooks import HookHandle, Prefetch, ScheduledUnit, UnitScheduler, build_plan, install_hooks
 from real.hooks import ordering
@@ -27,13 +28,15 @@ class Mfsdp1F1B(_BaseDataParallel):
     """Wraps a model whose layers, experts and root are MFSDP v2 units.
 
     Custom scheduling is inferred from `config.overlap_moe_expert_parallel_comm`: with it, MFSDP's
-    own execution hooks come off and ours go on; without it the model is left as MFSDP made it.
+    own execution hooks come off and ours go on; without it MFSDP's own drive the model, unless ours
+    are asked for.
 
     Args:
         config: Megatron's transformer config; `no_sync_func` is set on it.
         module: The model; the root unit.
         grad_divisors: Divisor of a unit's gradients before they are reduced, by unit name.
         prefetch: Which gathers are issued one unit ahead.
+        is_fine_grained: Whether our hooks drive the model; None infers it.
     """
 
     def __init__(
@@ -43,6 +46,7 @@ class Mfsdp1F1B(_BaseDataParallel):
         *,
         grad_divisors: dict[str, int] | None = None,
         prefetch: Prefetch = Prefetch.NONE,
+        is_fine_grained: bool | None = None,
     ) -> None:
         super().__init__(config=config, module=module)
         self.ddp_config = SimpleNamespace(data_parallel_sharding_strategy=_SHARDING_STRATEGY)
@@ -52,8 +56,10 @@ class Mfsdp1F1B(_BaseDataParallel):
         self._grad_divisors = dict(grad_divisors or {})
         self._prefetch = prefetch
         config.no_sync_func = self.no_sync
-        if config.overlap_moe_expert_parallel_comm:
+        if config.overlap_moe_expert_parallel_comm or is_fine_grained:
             self.install()
+        else:
+            self._undo = [internals.divide_gradients(module, self._grad_divisors)]
 
     # -- installation -----------------------------------------------------------------------
 
@@ -66,7 +72,9 @@ class Mfsdp1F1B(_BaseDataParallel):
             self._handle = existing
             return existing
         units = internals.collect_units(self.module)
-        consumers = find_consumers(self.module, units)
+        consumers = find_consumers(
+            self.module, units, is_combined=self.config.overlap_moe_expert_parallel_comm
+        )
         plan = build_plan(
             self.module,
             units,
@@ -110,11 +118,12 @@ class Mfsdp1F1B(_BaseDataParallel):
         fires: dict[str, dict[str, int]] = {name: {} for name in units}
         for gradient in plan.gradients:
             fires[gradient.unit][gradient.parameter] = gradient.fires
+        kept = plan.releases[""]
         scheduled = {
             name: ScheduledUnit(
                 unit,
                 fires=fires[name],
-                is_released_by_schedule=name in plan.released_by_schedule,
+                is_released_by_schedule=name not in kept,
                 grad_divisor=self._grad_divisors.get(name, 1),
             )
             for name, unit in units.items()
@@ -143,6 +152,20 @@ class Mfsdp1F1B(_BaseDataParallel):
         if self._handle is None:
             raise RuntimeError("Cannot schedule units before install().")
         return self._handle.scheduler
+
+    def unshard(self, name: str) -> None:
+        """Makes a unit's full parameters usable on the current stream; see `UnitScheduler`."""
+        self.scheduler.unshard(name)
+
+    def reshard(self, name: str) -> None:
+        """Ends a use begun by `unshard`. Repeated calls do nothing."""
+        self.scheduler.reshard(name)
+
+    def register_post_backward_hook(
+        self, name: str, hook: Callable[[nn.Module], None]
+    ) -> RemovableHandle:
+        """Calls `hook` with a unit's module each time its reduction has been launched."""
+        return self.scheduler.register_post_backward_hook(name, hook)
 
     # -- called by combined_1f1b ------------------------------------------------------------
 
