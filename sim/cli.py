@@ -162,6 +162,7 @@ def as_json(result: RunResult) -> dict[str, Any]:
         "worst_rank": result.gap.rank,
         "max_grad_rel_error_all_steps": result.later_gap.relative,
         "grad_norm_rel_error": result.grad_norm_rel_error,
+        "max_weight_error": result.weight_gap.absolute,
         "num_records": result.num_records,
         "wall_s": round(result.wall_s, 3),
         "trace": str(result.trace),
@@ -186,6 +187,10 @@ def print_table(scenario: Scenario, result: RunResult) -> None:
     print(
         f"largest gradient difference of step 0: {gap.relative:.2e} of its tensor's largest value, "
         f"in {gap.parameter} on rank {gap.rank}"
+    )
+    print(
+        f"largest main weight difference after the last step: {result.weight_gap.absolute:.2e}, "
+        f"in {result.weight_gap.parameter} on rank {result.weight_gap.rank}"
     )
     print(f"largest gradient norm difference: {result.grad_norm_rel_error:.2e} relative")
     print(f"trace: {result.trace} ({result.num_records} records), {result.wall_s:.1f} s")

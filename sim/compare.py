@@ -4,10 +4,48 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from real.mcore.jobs import StepOutput
+    from real.mcore.jobs import JobOutput, StepOutput
+
+
+WEIGHT_ATOL: Final = 5e-3
+WEIGHT_RTOL: Final = 1e-3
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightGap:
+    """The largest difference between a main weight after the last step and its reference.
+
+    Attributes:
+        absolute: Largest absolute difference.
+        parameter: Full name of that tensor.
+        rank: The rank that has it.
+        num_outside: Elements, over all ranks, further away than `WEIGHT_ATOL` plus `WEIGHT_RTOL`
+            times the reference.
+    """
+
+    absolute: float
+    parameter: str
+    rank: int
+    num_outside: int
+
+
+def weight_gap(outputs: Sequence[JobOutput], references: Sequence[JobOutput]) -> WeightGap:
+    """Compares the last weights of all ranks."""
+    absolute, parameter, worst_rank, num_outside = 0.0, "", 0, 0
+    for rank, (output, reference) in enumerate(zip(outputs, references, strict=True)):
+        for name, weight in output.weights.items():
+            expected = reference.weights[name]
+            difference = (weight - expected).abs()
+            num_outside += int((~(difference <= WEIGHT_ATOL + WEIGHT_RTOL * expected.abs())).sum())
+            largest_here = float(difference.max())
+            if not largest_here <= absolute:
+                absolute, parameter, worst_rank = largest_here, name, rank
+    return WeightGap(
+        absolute=absolute, parameter=parameter, rank=worst_rank, num_outside=num_outside
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from real.trace import Recorder, Sink, recording
 from sim.cuda import FakeDevice, use_device
 
 if TYPE_CHECKING:
-    from real.mcore.jobs import StepOutput
+    from real.mcore.jobs import JobOutput
 
 
 def run_rank(
@@ -22,7 +22,7 @@ def run_rank(
     sink: Sink | None,
     start: Callable[[int, int], None],
     on_step: Callable[[int], None] | None = None,
-) -> list[StepOutput]:
+) -> JobOutput:
     """Trains one rank of a scenario on its own fake device.
 
     Args:

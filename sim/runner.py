@@ -16,12 +16,20 @@ import torch
 from real.config import Scenario, ScenarioError
 from real.trace import JsonlSink, Sink, trace_path
 from sim.aside import Aside, can_fork
-from sim.compare import GradientGap, largest, step_gap
+from sim.compare import (
+    WEIGHT_ATOL,
+    WEIGHT_RTOL,
+    GradientGap,
+    WeightGap,
+    largest,
+    step_gap,
+    weight_gap,
+)
 from sim.megatron import megatron_on_fake_cuda, rank_state
 from sim.rank import run_rank
 
 if TYPE_CHECKING:
-    from real.mcore.jobs import StepOutput
+    from real.mcore.jobs import JobOutput
     from sim.world.faults import Fault
 
 MAX_GRAD_REL_ERROR: Final = 1e-2
@@ -30,7 +38,7 @@ MAX_GRAD_REL_ERROR: Final = 1e-2
 MAX_GRAD_NORM_REL_ERROR: Final = 1e-3
 """Norm over all parameters."""
 
-MAX_LOSS_REL_ERROR: Final = 1e-3
+MAX_LOSS_REL_ERROR: Final = 1e-4
 """Losses after the first step: the weights differ by rounding from then on."""
 
 Progress = Callable[[str], None]
@@ -45,6 +53,7 @@ class RunResult:
         reference_losses: One per step.
         gap: Largest gradient difference of the first step, where the weights are equal.
         later_gap: Largest gradient difference over all steps.
+        weight_gap: Largest difference of the main weights after the last step.
         grad_norm_rel_error: Largest relative difference of the gradient norm.
         num_records: Trace records over all ranks.
         wall_s: Seconds for both jobs, imports excluded.
@@ -56,6 +65,7 @@ class RunResult:
     reference_losses: list[float]
     gap: GradientGap
     later_gap: GradientGap
+    weight_gap: WeightGap
     grad_norm_rel_error: float
     num_records: int
     wall_s: float
@@ -86,6 +96,13 @@ class RunResult:
             found.append(
                 f"Expected gradient norms within {MAX_GRAD_NORM_REL_ERROR:g} of the reference, "
                 f"got {self.grad_norm_rel_error:.2e}."
+            )
+        if self.weight_gap.num_outside:
+            found.append(
+                f"Expected main weights within atol {WEIGHT_ATOL:g} and rtol {WEIGHT_RTOL:g} of "
+                f"the reference, got {self.weight_gap.num_outside} elements outside, at most "
+                f"{self.weight_gap.absolute:.2e} in {self.weight_gap.parameter} on rank "
+                f"{self.weight_gap.rank}."
             )
         return found
 
@@ -159,7 +176,7 @@ def run_in_process(
         gc.freeze()  # what is imported stays: no use in looking through it again and again
         stack.callback(gc.unfreeze)
 
-        def run_reference() -> list[list[StepOutput]]:
+        def run_reference() -> list[JobOutput]:
             return _run_world(
                 scenario,
                 is_reference=True,
@@ -194,27 +211,37 @@ def run_in_process(
     return result
 
 
-def _pack(outputs: list[list[StepOutput]]) -> Any:
+def _pack(outputs: list[JobOutput]) -> Any:
     """Turns outputs into plain data for another process."""
     return [
-        [(o.loss, o.grad_norm, {n: g.numpy() for n, g in o.gradients.items()}) for o in steps]
-        for steps in outputs
+        (
+            [(s.loss, s.grad_norm, _to_numpy(s.gradients)) for s in output.steps],
+            _to_numpy(output.weights),
+        )
+        for output in outputs
     ]
 
 
-def _unpack(packed: Any) -> list[list[StepOutput]]:
-    from real.mcore.jobs import StepOutput
+def _to_numpy(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    return {name: tensor.numpy() for name, tensor in tensors.items()}
+
+
+def _to_torch(arrays: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+
+def _unpack(packed: Any) -> list[JobOutput]:
+    from real.mcore.jobs import JobOutput, StepOutput
 
     return [
-        [
-            StepOutput(
-                loss=loss,
-                grad_norm=grad_norm,
-                gradients={name: torch.from_numpy(array) for name, array in gradients.items()},
-            )
-            for loss, grad_norm, gradients in steps
-        ]
-        for steps in packed
+        JobOutput(
+            steps=[
+                StepOutput(loss=loss, grad_norm=norm, gradients=_to_torch(gradients))
+                for loss, norm, gradients in steps
+            ],
+            weights=_to_torch(weights),
+        )
+        for steps, weights in packed
     ]
 
 
@@ -227,12 +254,12 @@ def _run_world(
     replay: str,
     faults: Sequence[Fault],
     progress: Progress,
-) -> list[list[StepOutput]]:
+) -> list[JobOutput]:
     from sim.world import World, init_process_group
 
     label = "reference" if is_reference else "scenario"
 
-    def body(rank: int) -> list[StepOutput]:
+    def body(rank: int) -> JobOutput:
         def on_step(step: int) -> None:
             if rank == 0:
                 progress(f"{label}: step {step + 1} of {scenario.train_iters}")
@@ -257,8 +284,8 @@ def _run_world(
 
 
 def judge(
-    outputs: list[list[StepOutput]],
-    references: list[list[StepOutput]],
+    outputs: list[JobOutput],
+    references: list[JobOutput],
     *,
     num_records: int,
     wall_s: float,
@@ -268,19 +295,20 @@ def judge(
     gaps = [
         step_gap(step, rank, output, reference)
         for rank, (mine, theirs) in enumerate(zip(outputs, references, strict=True))
-        for step, (output, reference) in enumerate(zip(mine, theirs, strict=True))
+        for step, (output, reference) in enumerate(zip(mine.steps, theirs.steps, strict=True))
     ]
     norms = [
         abs(output.grad_norm - reference.grad_norm) / reference.grad_norm
         for mine, theirs in zip(outputs, references, strict=True)
-        for output, reference in zip(mine, theirs, strict=True)
+        for output, reference in zip(mine.steps, theirs.steps, strict=True)
     ]
     return RunResult(
         ranks=len(outputs),
-        losses=[output.loss for output in outputs[0]],
-        reference_losses=[reference.loss for reference in references[0]],
+        losses=[output.loss for output in outputs[0].steps],
+        reference_losses=[reference.loss for reference in references[0].steps],
         gap=largest([gap for gap in gaps if gap.step == 0]),
         later_gap=largest(gaps),
+        weight_gap=weight_gap(outputs, references),
         grad_norm_rel_error=max(norms),
         num_records=num_records,
         wall_s=wall_s,

@@ -459,6 +459,191 @@ def shard_optimizer(optimizer: torch.optim.Optimizer) -> None:
 # -- gradients --------------------------------------------------------------------------------
 
 
+class GradientShard(NamedTuple):
+    """This rank's part of the gradients of one parameter group.
+
+    Attributes:
+        unit: Name of the unit.
+        tensors: One view a parameter, of the rows that this rank holds; without padding.
+        groups: Process groups over which the parts of one gradient are spread.
+    """
+
+    unit: str
+    tensors: list[torch.Tensor]
+    groups: tuple[torch.distributed.ProcessGroup, ...]
+
+
+def gradient_shards(root: nn.Module) -> Iterator[GradientShard]:
+    """Yields the reduced gradients of every trainable parameter group, in unit order.
+
+    Raises:
+        RuntimeError: A gradient is not reduced over the outer axis of a hybrid mesh yet.
+    """
+    for name, group in _trainable_groups(root):
+        if group.sharded_parameters[0].grad is None:
+            continue
+        buffer = group.main_grad
+        if buffer.placements != group.main_weight.placements:
+            raise RuntimeError(
+                f"Expected the gradients of FSDP unit {name or '<root>'!r} reduced over every "
+                "axis, got them before the last microbatch."
+            )
+        tensors = [buffer.get_local_tensor(i) for i in range(len(group.parameter_names))]
+        axes = [i for i, placement in enumerate(buffer.placements) if isinstance(placement, Flat)]
+        yield GradientShard(
+            name,
+            [tensor for tensor in tensors if tensor.numel()] or tensors[:1],
+            tuple(buffer.mesh.get_group(axis) for axis in axes),
+        )
+
+
+def full_gradients(root: nn.Module) -> dict[str, torch.Tensor]:
+    """Gathers the reduced gradient of every trainable parameter, by full name.
+
+    Shards of MFSDP v2 are uneven, which DTensor cannot gather; the buffers that hold them can.
+    Collective: every rank of the units' meshes must call it. Shapes are the parameters' own.
+
+    Raises:
+        RuntimeError: A gradient is missing.
+    """
+    gradients: dict[str, torch.Tensor] = {}
+    for unit_name, group in _trainable_groups(root):
+        for name, parameter in zip(group.parameter_names, group.sharded_parameters, strict=True):
+            if parameter.grad is None:
+                raise RuntimeError(f"Expected a gradient of {unit_name}.{name}, got none.")
+        gradients.update(_gather(unit_name, group, group.main_grad))
+    return gradients
+
+
+def full_weights(root: nn.Module) -> dict[str, torch.Tensor]:
+    """Gathers the main weight of every trainable parameter, by full name. Collective."""
+    weights: dict[str, torch.Tensor] = {}
+    for unit_name, group in _trainable_groups(root):
+        weights.update(_gather(unit_name, group, group.main_weight))
+    return weights
+
+
+def _trainable_groups(root: nn.Module) -> Iterator[tuple[str, Any]]:
+    for name, module in root.named_modules():
+        if is_fsdp_module(module):
+            for group in module._parameter_groups:
+                if group.requires_grad:
+                    yield name, group
+
+
+def _gather(unit_name: str, group: Any, buffer: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    for axis in range(buffer.mesh.ndim):  # outer axis first: sharded axes stay a suffix
+        if isinstance(buffer.placements[axis], Flat):
+            buffer = buffer.allgather(axis)
+    for index, name in enumerate(group.parameter_names):
+        full_name = f"{unit_name}.{name}" if unit_name else name
+        yield full_name, buffer.get_local_tensor(index).detach().clone()
+
+
+# -- process-wide state -----------------------------------------------------------------------
+
+PROCESS_GLOBALS: Final[dict[str, tuple[str, ...]]] = {
+    "megatron.core.parallel_state": (),
+    "megatron.core.pipeline_parallel.utils": ("_COMM_STREAM",),
+    "megatron.core.tensor_parallel.random": (
+        "IS_CHECKPOINTING",
+        "_CUDA_RNG_STATE_TRACKER",
+        "_CUDA_RNG_STATE_TRACKER_INITIALIZED",
+    ),
+    "megatron.core.num_microbatches_calculator": ("_GLOBAL_NUM_MICROBATCHES_CALCULATOR",),
+    "megatron.core.rerun_state_machine": ("_GLOBAL_RERUN_STATE_MACHINE",),
+    "megatron.core.transformer.moe.moe_logging": ("_MOE_METRICS_TRACKER",),
+    "megatron.core.transformer.moe.fused_a2a": ("_buffer", "_hybrid_ep_buffer"),
+    "megatron.core.distributed.param_and_grad_buffer": ("dist_reduce_scatter_func",),
+}
+"""Module globals that Megatron keeps once per process; an empty tuple means every private one."""
+
+PROCESS_CLASS_ATTRIBUTES: Final[dict[str, tuple[str, ...]]] = {
+    "megatron.core.transformer.moe.moe_utils.MoEAuxLossAutoScaler": ("main_loss_backward_scale",),
+    "megatron.core.transformer.multi_token_prediction.MTPLossAutoScaler": (
+        "main_loss_backward_scale",
+    ),
+    "megatron.core.transformer.moe.shared_experts.SharedExpertMLP": ("stream",),
+    "megatron.core.transformer.moe.token_dispatcher.MoEAlltoAllTokenDispatcher": (
+        "cuda_dtoh_stream",
+    ),
+}
+"""Class attributes that Megatron assigns at run time and so shares within a process."""
+
+
+# -- optimizer --------------------------------------------------------------------------------
+
+
+def shard_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Makes an optimizer of sharded parameters refresh the model weights after each step.
+
+    MFSDP's own hook does that in the order of a set of objects, which differs from rank to rank:
+    where the refresh is a collective (sharded outer axis), ranks then gather different units at the
+    same time. The order here is that of the optimizer's parameters.
+    """
+    before = set(optimizer._optimizer_step_post_hooks)
+    fully_shard_optimizer(optimizer)
+    (key,) = set(optimizer._optimizer_step_post_hooks) - before
+    released_hook = optimizer._optimizer_step_post_hooks[key]
+    released_sync = FsdpParameterGroup.sync_model_weight_from_main_weight
+
+    def refresh(stepped: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        stale: list[FsdpParameterGroup] = []
+        FsdpParameterGroup.sync_model_weight_from_main_weight = lambda group: stale.append(group)
+        try:
+            released_hook(stepped, args, kwargs)
+        finally:
+            FsdpParameterGroup.sync_model_weight_from_main_weight = released_sync
+        parameters = [p for group in stepped.param_groups for p in group["params"]]
+        groups = [get_containing_parameter_group(parameter) for parameter in parameters]
+        for group in dict.fromkeys(groups):
+            if group in stale:
+                group.sync_model_weight_from_main_weight()
+
+    optimizer._optimizer_step_post_hooks[key] = refresh
+
+
+# -- gradients --------------------------------------------------------------------------------
+
+
+class GradientShard(NamedTuple):
+    """This rank's part of the gradients of one parameter group.
+
+    Attributes:
+        unit: Name of the unit.
+        tensors: One view a parameter, of the rows that this rank holds; without padding.
+        groups: Process groups over which the parts of one gradient are spread.
+    """
+
+    unit: str
+    tensors: list[torch.Tensor]
+    groups: tuple[torch.distributed.ProcessGroup, ...]
+
+
+def gradient_shards(root: nn.Module) -> Iterator[GradientShard]:
+    """Yields the reduced gradients of every trainable parameter group, in unit order.
+
+    Raises:
+        RuntimeError: A gradient is not reduced over the outer axis of a hybrid mesh yet.
+    """
+    for name, group in _trainable_groups(root):
+        if group.sharded_parameters[0].grad is None:
+            continue
+        buffer = group.main_grad
+        if buffer.placements != group.main_weight.placements:
+            raise RuntimeError(
+                f"Expected the gradients of FSDP unit {name or '<root>'!r} reduced over every "
+                "axis, got them before the last microbatch."
+            )
+        tensors = [buffer.get_local_tensor(i) for i in range(len(group.parameter_names))]
+        axes = [i for i, placement in enumerate(buffer.placements) if isinstance(placement, Flat)]
+        yield GradientShard(
+            name,
+            [tensor for tensor in tensors if tensor.numel()] or tensors[:1],
+            tuple(buffer.mesh.get_group(axis) for axis in axes),
+        )
+
+
 def full_gradients(root: nn.Module) -> dict[str, torch.Tensor]:
     """Gathers the reduced gradient of every trainable parameter, by full name.
 

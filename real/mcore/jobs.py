@@ -19,7 +19,7 @@ from megatron.core.distributed import (
 
 from real.config import Scenario
 from real.hooks import Prefetch
-from real.mcore import internals
+from real.mcore import clip, internals
 from real.mcore.model import build_model, make_config, seed_all
 from real.mcore.schedule import Mfsdp1F1B
 from real.mcore.shard import make_meshes, shard_model
@@ -38,8 +38,20 @@ class Job(Protocol):
         """Returns the reduced gradient of every parameter, full size, by name."""
         ...
 
+    def grad_norm(self) -> torch.Tensor:
+        """Returns the norm over all parameters of all ranks, a scalar."""
+        ...
+
+    def clip(self, norm: torch.Tensor) -> None:
+        """Clips the gradients to the scenario's largest norm, if it has one."""
+        ...
+
     def optimizer_step(self) -> None:
         """Updates the weights and clears the gradients."""
+        ...
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Returns the main weight of every trainable parameter, full size, float32, by name."""
         ...
 
 
@@ -55,14 +67,15 @@ class FsdpJob:
             scenario, is_overlapped=scenario.overlap_moe_expert_parallel_comm
         )
         module = build_model(config, scenario)
-        self._meshes = make_meshes(
+        meshes = make_meshes(
             num_outer=scenario.num_distributed_optimizer_instances,
             is_outer_sharded=scenario.outer_dp_sharding_strategy == "optim",
         )
         divisors = shard_model(
-            module, self._meshes, expert_parallel_size=scenario.expert_model_parallel_size
+            module, meshes, expert_parallel_size=scenario.expert_model_parallel_size
         )
         self._scenario = scenario
+        self._expert_units = frozenset(divisors)
         self.model = Mfsdp1F1B(
             config,
             module,
@@ -84,6 +97,23 @@ class FsdpJob:
         """Gathers the gradients of every unit. Collective."""
         _record_stream_use(OpKind.GRAD_READ, by="gradients")
         return internals.full_gradients(self.model.module)
+
+    def grad_norm(self) -> torch.Tensor:
+        """Returns the norm over all parameters of all ranks. Collective."""
+        return clip.grad_norm(
+            self.model.module,
+            expert_units=self._expert_units,
+            expert_group=parallel_state.get_expert_model_parallel_group(),
+        )
+
+    def clip(self, norm: torch.Tensor) -> None:
+        """Clips the sharded gradients."""
+        if self._scenario.clip_grad:
+            clip.clip_gradients(self.model.module, norm, self._scenario.clip_grad)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Gathers the main weights of every unit. Collective."""
+        return internals.full_weights(self.model.module)
 
     def optimizer_step(self) -> None:
         """Updates the main weights, refreshes the model weights, clears the gradients."""
@@ -132,6 +162,28 @@ class ReferenceJob:
             if weight.requires_grad
         }
 
+    def grad_norm(self) -> torch.Tensor:
+        """Returns the norm over all parameters of all ranks. Collective."""
+        squares = torch.zeros(2, device="cuda")
+        for name, gradient in self.gradients().items():
+            squares[int(".experts." in name)] += gradient.square().sum()
+        expert = squares[1].clone()
+        torch.distributed.all_reduce(
+            expert, group=parallel_state.get_expert_model_parallel_group()
+        )
+        return (squares[0] + expert).sqrt()
+
+    def clip(self, norm: torch.Tensor) -> None:
+        """Clips the reduced gradients."""
+        if self._scenario.clip_grad:
+            coefficient = (self._scenario.clip_grad / (norm + 1e-6)).clamp(max=1.0)
+            for name in self._main_weights:
+                self._weights[name].main_grad.mul_(coefficient)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Returns copies of the main weights."""
+        return {name: weight.detach().clone() for name, weight in self._main_weights.items()}
+
     def optimizer_step(self) -> None:
         """Updates float32 main weights and rounds them into the model's."""
         for name, main_weight in self._main_weights.items():
@@ -149,7 +201,7 @@ class StepOutput:
     Attributes:
         loss: Mean over microbatches and data-parallel ranks.
         grad_norm: Norm over all parameters of all ranks.
-        gradients: Reduced gradients of this rank's parameters, full size, float32.
+        gradients: Reduced gradients of this rank's parameters, full size, float32, unclipped.
     """
 
     loss: float
@@ -157,28 +209,31 @@ class StepOutput:
     gradients: dict[str, torch.Tensor]
 
 
-def run_job(job: Job, scenario: Scenario, *, on_step: Any = None) -> list[StepOutput]:
-    """Trains `scenario.train_iters` steps and returns what each one had."""
+@dataclass(frozen=True, kw_only=True)
+class JobOutput:
+    """What one rank has at the end of a job.
+
+    Attributes:
+        steps: One entry a step.
+        weights: Main weights of this rank's parameters after the last step, full size, float32.
+    """
+
+    steps: list[StepOutput]
+    weights: dict[str, torch.Tensor]
+
+
+def run_job(job: Job, scenario: Scenario, *, on_step: Any = None) -> JobOutput:
+    """Trains `scenario.train_iters` steps and returns what each one had, and the weights."""
     outputs = []
     for step in range(scenario.train_iters):
         active_recorder().begin_step(step)
         loss = job.forward_backward(step)
         gradients = {name: grad.float() for name, grad in job.gradients().items()}
-        outputs.append(
-            StepOutput(loss=loss, grad_norm=_grad_norm(gradients), gradients=gradients)
-        )
+        norm = job.grad_norm()
+        outputs.append(StepOutput(loss=loss, grad_norm=float(norm), gradients=gradients))
+        job.clip(norm)
         job.optimizer_step()
         active_recorder().record(OpKind.STEP, step=step, event="end")
         if on_step is not None:
             on_step(step)
-    return outputs
-
-
-def _grad_norm(gradients: dict[str, torch.Tensor]) -> float:
-    squares = torch.zeros(2, dtype=torch.float64, device="cuda")
-    for name, gradient in gradients.items():
-        is_expert = ".experts." in name
-        squares[int(is_expert)] += gradient.double().square().sum()
-    expert = squares[1:].clone()
-    torch.distributed.all_reduce(expert, group=parallel_state.get_expert_model_parallel_group())
-    return float((squares[0] + expert[0]).sqrt())
+    return JobOutput(steps=outputs, weights=job.weights())

@@ -16,7 +16,9 @@ Batch = dict[str, torch.Tensor]
 
 
 def microbatches(scenario: Scenario, step: int) -> Iterator[Batch]:
-    """Yields this rank's microbatches of one step: random tokens, next-token labels.
+    """Yields this rank's microbatches of one step: text that can be learned, next-token labels.
+
+    Each token is the one before plus 1 or 2, so a model that trains brings its loss down.
 
     Each batch holds `tokens`, `labels`, `position_ids` (int64) and `loss_mask` (float32), all
     [micro_batch_size, seq_length]. They depend on seed, step, microbatch and data-parallel rank.
@@ -27,7 +29,9 @@ def microbatches(scenario: Scenario, step: int) -> Iterator[Batch]:
             ((scenario.seed * 7919 + step) * 7919 + microbatch) * 7919 + dp_rank
         )
         shape = (scenario.micro_batch_size, scenario.seq_length + 1)
-        text = torch.randint(scenario.vocab_size, shape, generator=generator).cuda()
+        moves = torch.randint(1, 3, shape, generator=generator)
+        moves[:, 0] = torch.randint(scenario.vocab_size, shape[:1], generator=generator)
+        text = (moves.cumsum(1) % scenario.vocab_size).cuda()
         positions = torch.arange(scenario.seq_length, device="cuda").expand(shape[0], -1)
         yield {
             "tokens": text[:, :-1].contiguous(),
