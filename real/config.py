@@ -47,6 +47,9 @@ class Scenario:
     moe_layer_freq: str = _key(
         "1", "model", "1: every layer is MoE; or one 0 (dense) or 1 (MoE) per layer, as 0,1,1,1"
     )
+    hybrid_layer_pattern: str = _key(
+        "", "model", "HybridModel's layers, as *E*-: attention, experts, MLP; empty: GPTModel"
+    )
     moe_shared_expert_intermediate_size: int = _key(
         0, "model", "width of the shared expert; 0: none"
     )
@@ -182,6 +185,8 @@ def _check_sizes(s: Scenario) -> None:
             f"Expected moe-layer-freq of 1 or {s.num_layers} comma-separated 0 or 1, "
             f"got {s.moe_layer_freq!r}."
         )
+    if s.hybrid_layer_pattern:
+        _check_hybrid(s)
     if s.mtp_num_layers > 1:
         raise ScenarioError(f"Expected mtp-num-layers of 0 or 1, got {s.mtp_num_layers}.")
     for name in split_list(s.recompute_modules):
@@ -212,6 +217,25 @@ def _check_sizes(s: Scenario) -> None:
         raise ScenarioError(
             "Expected expert-model-parallel-size of 2 or more with "
             f"overlap-moe-expert-parallel-comm, got {s.expert_model_parallel_size}."
+        )
+
+
+def _check_hybrid(s: Scenario) -> None:
+    """HybridModel of release 0.19 builds no schedule plan, and has its own specs."""
+    if set(s.hybrid_layer_pattern) - set("*-E") or len(s.hybrid_layer_pattern) != s.num_layers:
+        raise ScenarioError(
+            f"Expected hybrid-layer-pattern of {s.num_layers} symbols among * - E (the others need "
+            f"further packages), got {s.hybrid_layer_pattern!r}."
+        )
+    if s.overlap_moe_expert_parallel_comm:
+        raise ScenarioError(
+            "Expected no-overlap-moe-expert-parallel-comm with hybrid-layer-pattern: HybridModel of "
+            "megatron-core 0.19 builds no plan for the combined schedule."
+        )
+    if s.transformer_impl != "transformer_engine" or s.mtp_num_layers:
+        raise ScenarioError(
+            "Expected transformer-impl of transformer_engine and no mtp-num-layers with "
+            f"hybrid-layer-pattern, got {s.transformer_impl} and {s.mtp_num_layers}."
         )
 
 

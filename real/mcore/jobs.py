@@ -21,8 +21,8 @@ from real.config import Scenario
 from real.hooks import Prefetch
 from real.mcore import clip, internals
 from real.mcore.model import build_model, make_config, seed_all
-from real.mcore.schedule import Mfsdp1F1B
-from real.mcore.shard import make_meshes, shard_model
+from real.mcore.schedule import wrap_model
+from real.mcore.shard import make_meshes
 from real.mcore.training import make_optimizer, run_step
 from real.trace import OpKind, active_recorder
 
@@ -71,17 +71,14 @@ class FsdpJob:
             num_outer=scenario.num_distributed_optimizer_instances,
             is_outer_sharded=scenario.outer_dp_sharding_strategy == "optim",
         )
-        divisors = shard_model(
-            module, meshes, expert_parallel_size=scenario.expert_model_parallel_size
-        )
         self._scenario = scenario
-        self._expert_units = frozenset(divisors)
-        self.model = Mfsdp1F1B(
+        self.model = wrap_model(
             config,
             module,
-            grad_divisors=divisors,
+            meshes,
+            expert_parallel_size=scenario.expert_model_parallel_size,
             prefetch=Prefetch(scenario.prefetch),
-            is_fine_grained=scenario.fine_grained_hooks,
+            is_fine_grained=scenario.fine_grained_hooks or None,
         )
         config.finalize_model_grads_func = finalize_model_grads
         self._optimizer = make_optimizer(
@@ -102,7 +99,7 @@ class FsdpJob:
         """Returns the norm over all parameters of all ranks. Collective."""
         return clip.grad_norm(
             self.model.module,
-            expert_units=self._expert_units,
+            expert_units=self.model.expert_units,
             expert_group=parallel_state.get_expert_model_parallel_group(),
         )
 

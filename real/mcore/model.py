@@ -94,24 +94,44 @@ def _recompute(scenario: Scenario) -> dict[str, Any]:
 
 
 def build_model(config: TransformerConfig, scenario: Scenario) -> Any:
-    """Returns Megatron's GPT model in bf16, on this rank's device."""
+    """Returns Megatron's GPT or hybrid model in bf16, on this rank's device."""
+    build = _build_hybrid if scenario.hybrid_layer_pattern else _build_gpt
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        model = build(config, scenario)
+    for name, parameter in model.named_parameters():
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in scenario.freeze_patterns):
+            parameter.requires_grad_(False)
+    return model.cuda().bfloat16()
+
+
+def _build_gpt(config: TransformerConfig, scenario: Scenario) -> Any:
     uses_te = scenario.transformer_impl == "transformer_engine"
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=uses_te)
     mtp_spec = None
     if scenario.mtp_num_layers:
         mtp_spec = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=uses_te)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        model = GPTModel(
-            config=config,
-            transformer_layer_spec=spec,
-            vocab_size=scenario.vocab_size,
-            max_sequence_length=scenario.seq_length,
-            position_embedding_type="rope",
-            share_embeddings_and_output_weights=not scenario.untie_embeddings_and_output_weights,
-            mtp_block_spec=mtp_spec,
-        )
-    for name, parameter in model.named_parameters():
-        if any(fnmatch.fnmatchcase(name, pattern) for pattern in scenario.freeze_patterns):
-            parameter.requires_grad_(False)
-    return model.cuda().bfloat16()
+    return GPTModel(
+        config=config,
+        transformer_layer_spec=spec,
+        vocab_size=scenario.vocab_size,
+        max_sequence_length=scenario.seq_length,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=not scenario.untie_embeddings_and_output_weights,
+        mtp_block_spec=mtp_spec,
+    )
+
+
+def _build_hybrid(config: TransformerConfig, scenario: Scenario) -> Any:
+    from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+    return HybridModel(
+        config=config,
+        hybrid_stack_spec=hybrid_stack_spec,
+        vocab_size=scenario.vocab_size,
+        max_sequence_length=scenario.seq_length,
+        hybrid_layer_pattern=scenario.hybrid_layer_pattern,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=not scenario.untie_embeddings_and_output_weights,
+    )

@@ -18,10 +18,46 @@ from real.hooks.install import installed_handle
 from real.hooks.plan import HookPlan
 from real.mcore import internals
 from real.mcore.consumers import Consumers, find_consumers
+from real.mcore.shard import Meshes, shard_model
+from real.mcore.validate import validate
 from real.trace import OpKind, active_recorder
 
 # The value that makes the released schedule wire the release callbacks of each layer.
 _SHARDING_STRATEGY: Final = "optim_grads_params"
+
+
+def wrap_model(
+    config: Any,
+    model: nn.Module,
+    meshes: Meshes,
+    *,
+    expert_parallel_size: int,
+    prefetch: Prefetch = Prefetch.NONE,
+    is_fine_grained: bool | None = None,
+) -> Mfsdp1F1B:
+    """Shards a Megatron model with MFSDP v2 and returns what the schedule and the optimizer use.
+
+    Args:
+        config: Megatron's transformer config.
+        model: The model, on the device, not sharded.
+        meshes: The meshes of this rank.
+        expert_parallel_size: Number of ranks that the experts are spread over.
+        prefetch: Which gathers are issued one unit ahead.
+        is_fine_grained: Whether our hooks drive the model; None infers it from
+            `config.overlap_moe_expert_parallel_comm`.
+
+    Raises:
+        ValueError: The model or its config is beyond what can be done; nothing has been changed.
+    """
+    validate(config, model)
+    divisors = shard_model(model, meshes, expert_parallel_size=expert_parallel_size)
+    return Mfsdp1F1B(
+        config,
+        model,
+        grad_divisors=divisors,
+        prefetch=prefetch,
+        is_fine_grained=is_fine_grained,
+    )
 
 
 class Mfsdp1F1B(_BaseDataParallel):
@@ -53,6 +89,7 @@ class Mfsdp1F1B(_BaseDataParallel):
         self._context = internals.initialize_context(module)
         self._handle: HookHandle | None = None
         self._undo: list[Callable[[], None]] = []
+        self._state_dict_hooks = internals.guard_state_dict(module)
         self._grad_divisors = dict(grad_divisors or {})
         self._prefetch = prefetch
         config.no_sync_func = self.no_sync
@@ -145,6 +182,11 @@ class Mfsdp1F1B(_BaseDataParallel):
                 trainable=len(unit.trainable_parameters),
                 bytes=unit.full_bytes,
             )
+
+    @property
+    def expert_units(self) -> frozenset[str]:
+        """Names of the units whose parameters differ between expert-parallel ranks."""
+        return frozenset(self._grad_divisors)
 
     @property
     def scheduler(self) -> UnitScheduler:
