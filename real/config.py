@@ -18,9 +18,7 @@ class ScenarioError(ValueError):
 
 
 def _key(default: Any, section: str, text: str, *, choices: tuple[str, ...] = ()) -> Any:
-    return field(
-        default=default, metadata={"section": section, "help": text, "choices": choices}
-    )
+    return field(default=default, metadata={"section": section, "help": text, "choices": choices})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +41,12 @@ class Scenario:
     moe_router_topk: int = _key(2, "model", "experts per token")
     transformer_impl: str = _key(
         "local", "model", "layer spec", choices=("local", "transformer_engine")
+    )
+    attention_backend: str = _key(
+        "unfused",
+        "model",
+        "Transformer Engine's attention kernels",
+        choices=("auto", "flash", "fused", "unfused"),
     )
     moe_layer_freq: str = _key(
         "1", "model", "1: every layer is MoE; or one 0 (dense) or 1 (MoE) per layer, as 0,1,1,1"

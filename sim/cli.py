@@ -7,21 +7,19 @@ import json
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import TYPE_CHECKING, Final, NoReturn
 
-from real.config import Scenario, ScenarioError, flag, load_scenario
+from real.config import ScenarioError, load_scenario
+from real.flags import add_scenario_flags, scenario_overrides
+from real.result import as_json, format_table
 
 if TYPE_CHECKING:
-    from sim.runner import Progress, RunResult
+    from sim.runner import Progress
 
 DEFAULT_SCENARIO: Final = Path(__file__).parent.parent / "fixtures" / "configs" / "default.toml"
 BAD_INPUT: Final = 2
 DIFFERS: Final = 1
-
-# Short names beside Megatron's own flags.
-_ALIASES: Final = {"world_size": ["--ranks"], "train_iters": ["--steps"]}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -33,7 +31,9 @@ class _Parser(argparse.ArgumentParser):
 
 def make_parser() -> argparse.ArgumentParser:
     """Returns the parser of all commands."""
-    parser = _Parser(prog="python -m sim", description="MFSDP v2 under combined 1F1B without a GPU.")
+    parser = _Parser(
+        prog="python -m sim", description="MFSDP v2 under combined 1F1B without a GPU."
+    )
     commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
     run = commands.add_parser(
         "run",
@@ -41,31 +41,13 @@ def make_parser() -> argparse.ArgumentParser:
         description="Runs a scenario on fake ranks, compares it with the same model without FSDP, "
         "and writes a trace. Exit status: 0 all agrees, 1 it does not, 2 bad input.",
     )
-    run.add_argument(
-        "scenario", nargs="?", type=Path, default=DEFAULT_SCENARIO, help="a TOML file"
-    )
+    run.add_argument("scenario", nargs="?", type=Path, default=DEFAULT_SCENARIO, help="a TOML file")
     add_scenario_flags(run)
     run.add_argument("--schedule-seed", type=int, default=0, help="order in which ranks take turns")
     run.add_argument("--world", choices=("inprocess", "gloo"), default="inprocess")
     run.add_argument("--out", type=Path, help="folder of the trace (default: runs/SCENARIO)")
     run.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
-
-
-def add_scenario_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds one flag for every scenario key, with Megatron's spelling."""
-    group = parser.add_argument_group("scenario keys (override the file)")
-    for spec in fields(Scenario):
-        names = [f"--{flag(spec.name)}", *_ALIASES.get(spec.name, [])]
-        options: dict[str, Any] = {"dest": spec.name, "help": spec.metadata["help"]}
-        if spec.type == "bool":
-            options["action"] = argparse.BooleanOptionalAction
-        else:
-            options["type"] = {"int": int, "float": float, "str": str}[str(spec.type)]
-            options["choices"] = spec.metadata["choices"] or None
-            if not spec.metadata["choices"]:
-                options["metavar"] = {"int": "N", "float": "X"}.get(str(spec.type), "NAME")
-        group.add_argument(*names, **options)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -84,9 +66,7 @@ def _fail(message: str) -> int:
 
 def run_command(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     """`run`: trains the scenario and its reference and prints how they compare."""
-    scenario = load_scenario(arguments.scenario).changed(
-        **{spec.name: getattr(arguments, spec.name) for spec in fields(Scenario)}
-    )
+    scenario = load_scenario(arguments.scenario).changed(**scenario_overrides(arguments))
     out = arguments.out or Path("runs") / arguments.scenario.stem
     replay = f"python -m sim {shlex.join(argv)}"
     # Imported late: bad input is answered before torch and Megatron load.
@@ -127,9 +107,7 @@ def run_command(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     if arguments.json:
         print(json.dumps(as_json(result)))
     else:
-        print_table(scenario, result)
-        for problem in problems:
-            print(problem)
+        print(format_table(scenario, result))
     return DIFFERS if problems else 0
 
 
@@ -147,51 +125,3 @@ def _progress_line() -> Progress:
         sys.stderr.flush()
 
     return show
-
-
-def as_json(result: RunResult) -> dict[str, Any]:
-    """Returns the result as the JSON object that `--json` prints."""
-    return {
-        "passed": not result.problems(),
-        "problems": result.problems(),
-        "ranks": result.ranks,
-        "losses": result.losses,
-        "reference_losses": result.reference_losses,
-        "max_grad_rel_error": result.gap.relative,
-        "worst_parameter": result.gap.parameter,
-        "worst_rank": result.gap.rank,
-        "max_grad_rel_error_all_steps": result.later_gap.relative,
-        "grad_norm_rel_error": result.grad_norm_rel_error,
-        "max_weight_error": result.weight_gap.absolute,
-        "num_records": result.num_records,
-        "wall_s": round(result.wall_s, 3),
-        "trace": str(result.trace),
-    }
-
-
-def print_table(scenario: Scenario, result: RunResult) -> None:
-    """Prints the comparison for a reader."""
-    schedule = "combined 1F1B" if scenario.overlap_moe_expert_parallel_comm else "plain schedule"
-    print(
-        f"MFSDP v2 under {schedule}: {result.ranks} ranks, "
-        f"EP{scenario.expert_model_parallel_size} x expert-DP "
-        f"{scenario.expert_data_parallel_size}, {scenario.num_layers} layers, "
-        f"{scenario.num_microbatches} microbatches"
-    )
-    print(f"{'step':>4}  {'loss':>12}  {'no FSDP':>12}  {'difference':>10}")
-    for step, (loss, expected) in enumerate(
-        zip(result.losses, result.reference_losses, strict=True)
-    ):
-        print(f"{step:>4}  {loss:>12.8f}  {expected:>12.8f}  {loss - expected:>10.1e}")
-    gap = result.gap
-    print(
-        f"largest gradient difference of step 0: {gap.relative:.2e} of its tensor's largest value, "
-        f"in {gap.parameter} on rank {gap.rank}"
-    )
-    print(
-        f"largest main weight difference after the last step: {result.weight_gap.absolute:.2e}, "
-        f"in {result.weight_gap.parameter} on rank {result.weight_gap.rank}"
-    )
-    print(f"largest gradient norm difference: {result.grad_norm_rel_error:.2e} relative")
-    print(f"trace: {result.trace} ({result.num_records} records), {result.wall_s:.1f} s")
-    print("all agrees" if not result.problems() else "DOES NOT AGREE:")

@@ -50,4 +50,3 @@ def run_rank(
         outputs = run_job(job, scenario, on_step=on_step)
         recorder.close()
     return outputs
-

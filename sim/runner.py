@@ -3,28 +3,18 @@
 from __future__ import annotations
 
 import gc
-import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from real.config import Scenario, ScenarioError
+from real.result import RunResult, judge
 from real.trace import JsonlSink, Sink, trace_path
 from sim.aside import Aside, can_fork
-from sim.compare import (
-    WEIGHT_ATOL,
-    WEIGHT_RTOL,
-    GradientGap,
-    WeightGap,
-    largest,
-    step_gap,
-    weight_gap,
-)
 from sim.megatron import megatron_on_fake_cuda, rank_state
 from sim.rank import run_rank
 
@@ -32,79 +22,7 @@ if TYPE_CHECKING:
     from real.mcore.jobs import JobOutput
     from sim.world.faults import Fault
 
-MAX_GRAD_REL_ERROR: Final = 1e-2
-"""bf16 gradients, relative to the largest value of their tensor."""
-
-MAX_GRAD_NORM_REL_ERROR: Final = 1e-3
-"""Norm over all parameters."""
-
-MAX_LOSS_REL_ERROR: Final = 1e-4
-"""Losses after the first step: the weights differ by rounding from then on."""
-
 Progress = Callable[[str], None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunResult:
-    """The outcome of one scenario.
-
-    Attributes:
-        losses: One per step.
-        reference_losses: One per step.
-        gap: Largest gradient difference of the first step, where the weights are equal.
-        later_gap: Largest gradient difference over all steps.
-        weight_gap: Largest difference of the main weights after the last step.
-        grad_norm_rel_error: Largest relative difference of the gradient norm.
-        num_records: Trace records over all ranks.
-        wall_s: Seconds for both jobs, imports excluded.
-        trace: The folder of the trace, or None.
-    """
-
-    ranks: int
-    losses: list[float]
-    reference_losses: list[float]
-    gap: GradientGap
-    later_gap: GradientGap
-    weight_gap: WeightGap
-    grad_norm_rel_error: float
-    num_records: int
-    wall_s: float
-    trace: Path | None
-
-    def problems(self) -> list[str]:
-        """Returns what does not agree with the reference; empty when all does."""
-        found = []
-        if self.losses[0] != self.reference_losses[0]:
-            found.append(
-                f"Expected the first step's loss to equal the reference to the last bit, "
-                f"got {self.losses[0]!r} and {self.reference_losses[0]!r}."
-            )
-        for step, (loss, expected) in enumerate(
-            zip(self.losses, self.reference_losses, strict=True)
-        ):
-            if not math.isclose(loss, expected, rel_tol=MAX_LOSS_REL_ERROR):
-                found.append(
-                    f"Expected the loss of step {step} within {MAX_LOSS_REL_ERROR:g} relative of "
-                    f"the reference, got {loss!r} and {expected!r}."
-                )
-        if not self.gap.relative <= MAX_GRAD_REL_ERROR:
-            found.append(
-                f"Expected gradients within {MAX_GRAD_REL_ERROR:g} of the reference, got "
-                f"{self.gap.relative:.2e} in {self.gap.parameter} on rank {self.gap.rank}."
-            )
-        if not self.grad_norm_rel_error <= MAX_GRAD_NORM_REL_ERROR:
-            found.append(
-                f"Expected gradient norms within {MAX_GRAD_NORM_REL_ERROR:g} of the reference, "
-                f"got {self.grad_norm_rel_error:.2e}."
-            )
-        if self.weight_gap.num_outside:
-            found.append(
-                f"Expected main weights within atol {WEIGHT_ATOL:g} and rtol {WEIGHT_RTOL:g} of "
-                f"the reference, got {self.weight_gap.num_outside} elements outside, at most "
-                f"{self.weight_gap.absolute:.2e} in {self.weight_gap.parameter} on rank "
-                f"{self.weight_gap.rank}."
-            )
-        return found
 
 
 def open_sinks(out: Path | None, world_size: int) -> list[Sink | None]:
@@ -121,7 +39,9 @@ def open_sinks(out: Path | None, world_size: int) -> list[Sink | None]:
             old.unlink()
         return [JsonlSink(trace_path(out, rank)) for rank in range(world_size)]
     except OSError as error:
-        raise ScenarioError(f"Expected a folder to write to, got {out}: {error.strerror}.") from None
+        raise ScenarioError(
+            f"Expected a folder to write to, got {out}: {error.strerror}."
+        ) from None
 
 
 class _CountingSink:
@@ -281,36 +201,3 @@ def _run_world(
         replay=replay,
     )
     return world.run(body)
-
-
-def judge(
-    outputs: list[JobOutput],
-    references: list[JobOutput],
-    *,
-    num_records: int,
-    wall_s: float,
-    trace: Path | None,
-) -> RunResult:
-    """Compares all ranks and steps; outer index rank, inner index step."""
-    gaps = [
-        step_gap(step, rank, output, reference)
-        for rank, (mine, theirs) in enumerate(zip(outputs, references, strict=True))
-        for step, (output, reference) in enumerate(zip(mine.steps, theirs.steps, strict=True))
-    ]
-    norms = [
-        abs(output.grad_norm - reference.grad_norm) / reference.grad_norm
-        for mine, theirs in zip(outputs, references, strict=True)
-        for output, reference in zip(mine.steps, theirs.steps, strict=True)
-    ]
-    return RunResult(
-        ranks=len(outputs),
-        losses=[output.loss for output in outputs[0].steps],
-        reference_losses=[reference.loss for reference in references[0].steps],
-        gap=largest([gap for gap in gaps if gap.step == 0]),
-        later_gap=largest(gaps),
-        weight_gap=weight_gap(outputs, references),
-        grad_norm_rel_error=max(norms),
-        num_records=num_records,
-        wall_s=wall_s,
-        trace=trace,
-    )

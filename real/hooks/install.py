@@ -170,7 +170,7 @@ def install_hooks(
 
 def _register_delayed(module: nn.Module, hook: _PostGradient) -> Callable[[], None]:
     """Registers with Transformer Engine, which runs the hook at the end of `backward_dw`."""
-    register: Any = getattr(module, "register_wgrad_accumulation_and_reduce_hooks")
+    register: Any = module.register_wgrad_accumulation_and_reduce_hooks
     register(hook)
     hooks: list[Any] = module.wgrad_accumulation_and_reduce_hooks  # type: ignore[assignment]
 

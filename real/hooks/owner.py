@@ -49,4 +49,6 @@ def _visit(
     if any(True for _ in module.parameters(recurse=False)):
         yield OwnedModule(name, module, owner)
     for child_name, child in module.named_children():
-        yield from _visit(child, f"{name}.{child_name}" if name else child_name, owner, is_unit, seen)
+        yield from _visit(
+            child, f"{name}.{child_name}" if name else child_name, owner, is_unit, seen
+        )

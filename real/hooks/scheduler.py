@@ -191,9 +191,7 @@ class UnitScheduler:
         self.release_backward(list(self.units), "finish_grad_sync")
         self._check_resting()
         ordering.join_reduce_scatter(self.context)
-        active_recorder().record(
-            OpKind.FENCE, stream=torch.cuda.current_stream().stream_id
-        )
+        active_recorder().record(OpKind.FENCE, stream=torch.cuda.current_stream().stream_id)
         self._needs_fork = True
 
     def register_post_backward_hook(

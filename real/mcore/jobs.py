@@ -63,9 +63,7 @@ class FsdpJob:
 
     def __init__(self, scenario: Scenario) -> None:
         seed_all(scenario)
-        config = make_config(
-            scenario, is_overlapped=scenario.overlap_moe_expert_parallel_comm
-        )
+        config = make_config(scenario, is_overlapped=scenario.overlap_moe_expert_parallel_comm)
         module = build_model(config, scenario)
         meshes = make_meshes(
             num_outer=scenario.num_distributed_optimizer_instances,
@@ -165,9 +163,7 @@ class ReferenceJob:
         for name, gradient in self.gradients().items():
             squares[int(".experts." in name)] += gradient.square().sum()
         expert = squares[1].clone()
-        torch.distributed.all_reduce(
-            expert, group=parallel_state.get_expert_model_parallel_group()
-        )
+        torch.distributed.all_reduce(expert, group=parallel_state.get_expert_model_parallel_group())
         return (squares[0] + expert).sqrt()
 
     def clip(self, norm: torch.Tensor) -> None:

@@ -13,6 +13,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
     get_gpt_mtp_block_spec,
 )
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from real.config import Scenario, split_list
@@ -62,6 +63,7 @@ def make_config(scenario: Scenario, *, is_overlapped: bool) -> TransformerConfig
         moe_shared_expert_intermediate_size=scenario.moe_shared_expert_intermediate_size or None,
         mtp_num_layers=scenario.mtp_num_layers or None,
         **_recompute(scenario),
+        attention_backend=AttnBackend[scenario.attention_backend],
         add_bias_linear=False,
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,

@@ -12,8 +12,15 @@ from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from real.hooks import HookHandle, Prefetch, ScheduledUnit, UnitScheduler, build_plan, install_hooks
-from real.hooks import ordering
+from real.hooks import (
+    HookHandle,
+    Prefetch,
+    ScheduledUnit,
+    UnitScheduler,
+    build_plan,
+    install_hooks,
+    ordering,
+)
 from real.hooks.install import installed_handle
 from real.hooks.plan import HookPlan
 from real.mcore import internals

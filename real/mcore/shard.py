@@ -125,9 +125,7 @@ def _transformer_layers(model: Any) -> Iterator[tuple[str, nn.Module]]:
 def _shard(
     module: nn.Module, mesh: DeviceMesh, is_outer_sharded: bool, policy: MixedPrecisionPolicy
 ) -> None:
-    fully_shard(
-        module, mesh, placements_of(mesh, is_outer_sharded), mixed_precision_policy=policy
-    )
+    fully_shard(module, mesh, placements_of(mesh, is_outer_sharded), mixed_precision_policy=policy)
 
 
 def placements_of(mesh: DeviceMesh, is_outer_sharded: bool) -> Placements:

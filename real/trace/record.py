@@ -130,7 +130,9 @@ def validate_record(record: Any) -> None:
         # bool is an int in Python; a flag where a number belongs is a fault.
         if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
             wanted = " or ".join(t.__name__ for t in types)
-            raise ValueError(f"Expected {wanted} in field {name!r} of a {op} record, got {value!r}.")
+            raise ValueError(
+                f"Expected {wanted} in field {name!r} of a {op} record, got {value!r}."
+            )
     extra = sorted(set(record) - set(fields) - {"seq", "op"})
     if extra:
         raise ValueError(f"Expected no further fields in a {op} record, got {', '.join(extra)}.")

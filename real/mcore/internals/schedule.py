@@ -1,0 +1,44 @@
+"""How the released combined schedule finds the adapter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron.core.pipeline_parallel import combined_1f1b
+
+_released_finder = combined_1f1b.find_megatron_fsdp
+_num_joined = 0
+
+
+def join_schedule(adapter_type: type) -> Callable[[], None]:
+    """Makes `combined_1f1b` find adapters of `adapter_type`, and returns what undoes it.
+
+    The released schedule looks for the v1 wrapper by class. The replacement keeps no model, so one
+    of them serves every model and rank of the process; the last undo restores the original.
+    """
+    global _num_joined
+
+    def find_adapter(model: Any) -> Any:
+        wrapper = model
+        while wrapper is not None:
+            if isinstance(wrapper, adapter_type):
+                return wrapper
+            wrapper = getattr(wrapper, "module", None)
+        return _released_finder(model)
+
+    if _num_joined == 0:
+        combined_1f1b.find_megatron_fsdp = find_adapter
+    _num_joined += 1
+    is_joined = True
+
+    def leave() -> None:
+        nonlocal is_joined
+        global _num_joined
+        if is_joined:
+            is_joined = False
+            _num_joined -= 1
+            if _num_joined == 0:
+                combined_1f1b.find_megatron_fsdp = _released_finder
+
+    return leave

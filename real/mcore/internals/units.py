@@ -1,0 +1,151 @@
+"""MFSDP v2 units and their context, in the words of `real.hooks`."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from megatron.core.distributed.fsdp.src.megatron_fsdp.experimental import DBuffer, Flat
+from megatron.core.distributed.fsdp.src.megatron_fsdp.experimental.module import (
+    FsdpContext,
+    FsdpModule,
+)
+from torch import nn
+
+
+def is_fsdp_module(module: nn.Module) -> bool:
+    """Tells MFSDP v2 units from other modules."""
+    return isinstance(module, FsdpModule)
+
+
+class MfsdpUnit:
+    """`real.hooks.FsdpUnit` for an MFSDP v2 module.
+
+    The module is held weakly: whoever keeps a unit does not keep the model.
+    """
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self._module = weakref.ref(module)
+        self.name = name
+        parameters: dict[str, nn.Parameter] = {}
+        for group in module._parameter_groups:
+            if group.requires_grad:
+                for local_name, parameter in zip(
+                    group.parameter_names, group.unsharded_parameters, strict=True
+                ):
+                    parameters[f"{name}.{local_name}" if name else local_name] = parameter
+        self.trainable_parameters: Mapping[str, nn.Parameter] = parameters
+
+    @property
+    def module(self) -> Any:
+        """The module that is the unit."""
+        module = self._module()
+        if module is None:
+            raise RuntimeError(f"Cannot use FSDP unit {self.name!r} after its model is gone.")
+        return module
+
+    @property
+    def unshard_event(self) -> torch.cuda.Event | None:
+        """Recorded after the gather; None while sharded."""
+        return self.module._unshard_event
+
+    def unshard(self) -> None:
+        """Gathers on the all-gather stream; does nothing when gathered."""
+        self.module._unshard_parameter_groups()
+
+    def reshard(self) -> None:
+        """Installs the shards and releases the full storage on the all-gather stream."""
+        self.module._reshard_parameter_groups()
+
+    def reduce_gradients(self) -> None:
+        """Reduces the full gradients into the sharded ones.
+
+        Raises:
+            NotImplementedError: The outer axis of a hybrid mesh is sharded and gradients of an
+                earlier window are still installed: clear them with `set_to_none=True`.
+        """
+        for group in self.module._parameter_groups:
+            if group.requires_grad:
+                self._begin_window(group)
+        self.module._reduce_gradient_groups()
+
+    def _begin_window(self, group: Any) -> None:
+        """Gives a group whose gradient is sharded over the outer axis a new accumulator.
+
+        After the last microbatch such a gradient rests finally sharded, and the release cannot take
+        it back to where it accumulates. Its values have been used, so a new buffer is enough.
+        """
+        rests_at, accumulates_at = group.main_grad.placements, group._accumulation_placements
+        if rests_at == accumulates_at or not isinstance(rests_at[0], Flat):
+            return
+        if any(parameter.grad is not None for parameter in group.sharded_parameters):
+            raise NotImplementedError(
+                f"Cannot accumulate into finished gradients of FSDP unit {self.name!r} with a "
+                "sharded outer axis; call zero_grad(set_to_none=True) before the next step."
+            )
+        # On the stream that writes it first, so that it needs no record_stream().
+        with torch.cuda.stream(self.module.context.reduce_scatter_stream):
+            group.main_grad = DBuffer(
+                mesh=group.mesh,
+                placements=accumulates_at,
+                tensor_shapes=group.main_grad.layout.tensor_shapes,
+                dtype=group.main_grad.dtype,
+                device=group.main_grad.device,
+            )
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of parameters, frozen ones included."""
+        return sum(len(group.parameter_names) for group in self.module._parameter_groups)
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of all full parameter buffers, padding included."""
+        return sum(
+            group._unsharded_model_weight.local_buffer.numel()
+            * group._unsharded_model_weight.local_buffer.element_size()
+            for group in self.module._parameter_groups
+        )
+
+
+class MfsdpContext:
+    """`real.hooks.FsdpContext` for the context that all units of a root share."""
+
+    def __init__(self, context: FsdpContext) -> None:
+        self._context = context
+
+    @property
+    def all_gather_stream(self) -> torch.cuda.Stream:
+        """MFSDP's all-gather stream."""
+        return self._context.allgather_stream
+
+    @property
+    def reduce_scatter_stream(self) -> torch.cuda.Stream:
+        """MFSDP's reduce-scatter stream."""
+        return self._context.reduce_scatter_stream
+
+    @property
+    def is_last_microbatch(self) -> bool:
+        """Whether a reduction finishes the outer axis of a hybrid mesh."""
+        return bool(self._context.is_last_microbatch)
+
+    @is_last_microbatch.setter
+    def is_last_microbatch(self, value: bool) -> None:
+        self._context.is_last_microbatch = value
+
+
+def initialize_context(root: nn.Module) -> MfsdpContext:
+    """Gives every unit under `root` its name and one shared context. Repeated calls do nothing."""
+    root._lazy_init_context()
+    return MfsdpContext(root._context)
+
+
+def collect_units(root: nn.Module) -> dict[str, MfsdpUnit]:
+    """Returns all units under `root` by full name, in registration order."""
+    return {
+        name: MfsdpUnit(module, name)
+        for name, module in root.named_modules()
+        if is_fsdp_module(module)
+    }

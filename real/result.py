@@ -1,0 +1,178 @@
+"""The outcome of a scenario against its reference: numbers, a verdict, a table."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from real.compare import (
+    WEIGHT_ATOL,
+    WEIGHT_RTOL,
+    GradientGap,
+    WeightGap,
+    largest,
+    step_gap,
+    weight_gap,
+)
+from real.config import Scenario
+
+if TYPE_CHECKING:
+    from real.mcore.jobs import JobOutput
+
+MAX_GRAD_REL_ERROR: Final = 1e-2
+"""bf16 gradients, relative to the largest value of their tensor."""
+
+MAX_GRAD_NORM_REL_ERROR: Final = 1e-3
+"""Norm over all parameters."""
+
+MAX_LOSS_REL_ERROR: Final = 1e-4
+"""Losses after the first step: the weights differ by rounding from then on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunResult:
+    """The outcome of one scenario.
+
+    Attributes:
+        losses: One per step.
+        reference_losses: One per step.
+        gap: Largest gradient difference of the first step, where the weights are equal.
+        later_gap: Largest gradient difference over all steps.
+        weight_gap: Largest difference of the main weights after the last step.
+        grad_norm_rel_error: Largest relative difference of the gradient norm.
+        num_records: Trace records over all ranks.
+        wall_s: Seconds for both jobs, imports excluded.
+        trace: The folder of the trace, or None.
+    """
+
+    ranks: int
+    losses: list[float]
+    reference_losses: list[float]
+    gap: GradientGap
+    later_gap: GradientGap
+    weight_gap: WeightGap
+    grad_norm_rel_error: float
+    num_records: int
+    wall_s: float
+    trace: Path | None
+
+    def problems(self) -> list[str]:
+        """Returns what does not agree with the reference; empty when all does."""
+        found = []
+        if self.losses[0] != self.reference_losses[0]:
+            found.append(
+                f"Expected the first step's loss to equal the reference to the last bit, "
+                f"got {self.losses[0]!r} and {self.reference_losses[0]!r}."
+            )
+        for step, (loss, expected) in enumerate(
+            zip(self.losses, self.reference_losses, strict=True)
+        ):
+            if not math.isclose(loss, expected, rel_tol=MAX_LOSS_REL_ERROR):
+                found.append(
+                    f"Expected the loss of step {step} within {MAX_LOSS_REL_ERROR:g} relative of "
+                    f"the reference, got {loss!r} and {expected!r}."
+                )
+        if not self.gap.relative <= MAX_GRAD_REL_ERROR:
+            found.append(
+                f"Expected gradients within {MAX_GRAD_REL_ERROR:g} of the reference, got "
+                f"{self.gap.relative:.2e} in {self.gap.parameter} on rank {self.gap.rank}."
+            )
+        if not self.grad_norm_rel_error <= MAX_GRAD_NORM_REL_ERROR:
+            found.append(
+                f"Expected gradient norms within {MAX_GRAD_NORM_REL_ERROR:g} of the reference, "
+                f"got {self.grad_norm_rel_error:.2e}."
+            )
+        if self.weight_gap.num_outside:
+            found.append(
+                f"Expected main weights within atol {WEIGHT_ATOL:g} and rtol {WEIGHT_RTOL:g} of "
+                f"the reference, got {self.weight_gap.num_outside} elements outside, at most "
+                f"{self.weight_gap.absolute:.2e} in {self.weight_gap.parameter} on rank "
+                f"{self.weight_gap.rank}."
+            )
+        return found
+
+
+def judge(
+    outputs: Sequence[JobOutput],
+    references: Sequence[JobOutput],
+    *,
+    num_records: int,
+    wall_s: float,
+    trace: Path | None,
+) -> RunResult:
+    """Compares all ranks and steps; outer index rank, inner index step."""
+    gaps = [
+        step_gap(step, rank, output, reference)
+        for rank, (mine, theirs) in enumerate(zip(outputs, references, strict=True))
+        for step, (output, reference) in enumerate(zip(mine.steps, theirs.steps, strict=True))
+    ]
+    norms = [
+        abs(output.grad_norm - reference.grad_norm) / reference.grad_norm
+        for mine, theirs in zip(outputs, references, strict=True)
+        for output, reference in zip(mine.steps, theirs.steps, strict=True)
+    ]
+    return RunResult(
+        ranks=len(outputs),
+        losses=[output.loss for output in outputs[0].steps],
+        reference_losses=[reference.loss for reference in references[0].steps],
+        gap=largest([gap for gap in gaps if gap.step == 0]),
+        later_gap=largest(gaps),
+        weight_gap=weight_gap(outputs, references),
+        grad_norm_rel_error=max(norms),
+        num_records=num_records,
+        wall_s=wall_s,
+        trace=trace,
+    )
+
+
+def as_json(result: RunResult) -> dict[str, Any]:
+    """Returns the result as the JSON object that `--json` prints."""
+    return {
+        "passed": not result.problems(),
+        "problems": result.problems(),
+        "ranks": result.ranks,
+        "losses": result.losses,
+        "reference_losses": result.reference_losses,
+        "max_grad_rel_error": result.gap.relative,
+        "worst_parameter": result.gap.parameter,
+        "worst_rank": result.gap.rank,
+        "max_grad_rel_error_all_steps": result.later_gap.relative,
+        "grad_norm_rel_error": result.grad_norm_rel_error,
+        "max_weight_error": result.weight_gap.absolute,
+        "num_records": result.num_records,
+        "wall_s": round(result.wall_s, 3),
+        "trace": str(result.trace),
+    }
+
+
+def format_table(scenario: Scenario, result: RunResult) -> str:
+    """Returns the comparison for a reader."""
+    schedule = "combined 1F1B" if scenario.overlap_moe_expert_parallel_comm else "plain schedule"
+    lines = [
+        f"MFSDP v2 under {schedule}: {result.ranks} ranks, "
+        f"EP{scenario.expert_model_parallel_size} x expert-DP "
+        f"{scenario.expert_data_parallel_size}, {scenario.num_layers} layers, "
+        f"{scenario.num_microbatches} microbatches",
+        f"{'step':>4}  {'loss':>12}  {'no FSDP':>12}  {'difference':>10}",
+    ]
+    for step, (loss, expected) in enumerate(
+        zip(result.losses, result.reference_losses, strict=True)
+    ):
+        lines.append(f"{step:>4}  {loss:>12.8f}  {expected:>12.8f}  {loss - expected:>10.1e}")
+    gap, weights = result.gap, result.weight_gap
+    lines += [
+        f"largest gradient difference of step 0: {gap.relative:.2e} of its tensor's largest value, "
+        f"in {gap.parameter} on rank {gap.rank}",
+        f"largest gradient norm difference: {result.grad_norm_rel_error:.2e} relative",
+        f"largest main weight difference after the last step: {weights.absolute:.2e}, "
+        f"in {weights.parameter} on rank {weights.rank}",
+    ]
+    if result.trace is not None:
+        lines.append(f"trace: {result.trace} ({result.num_records} records)")
+    lines.append(f"{result.wall_s:.1f} s, imports excluded")
+    problems = result.problems()
+    lines.append("all agrees with the reference" if not problems else "DOES NOT AGREE:")
+    return "\n".join([*lines, *problems])
