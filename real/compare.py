@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
+    import torch
+
     from real.mcore.jobs import JobOutput, StepOutput
 
 
@@ -32,20 +34,37 @@ class WeightGap:
     num_outside: int
 
 
-def weight_gap(outputs: Sequence[JobOutput], references: Sequence[JobOutput]) -> WeightGap:
-    """Compares the last weights of all ranks."""
-    absolute, parameter, worst_rank, num_outside = 0.0, "", 0, 0
-    for rank, (output, reference) in enumerate(zip(outputs, references, strict=True)):
-        for name, weight in output.weights.items():
-            expected = reference.weights[name]
-            difference = (weight - expected).abs()
-            num_outside += int((~(difference <= WEIGHT_ATOL + WEIGHT_RTOL * expected.abs())).sum())
-            largest_here = float(difference.max())
-            if not largest_here <= absolute:
-                absolute, parameter, worst_rank = largest_here, name, rank
-    return WeightGap(
-        absolute=absolute, parameter=parameter, rank=worst_rank, num_outside=num_outside
+def weight_gap(
+    ranks: Sequence[int], outputs: Sequence[JobOutput], references: Sequence[JobOutput]
+) -> WeightGap:
+    """Compares the last weights of some ranks."""
+    return worst_weights(
+        [
+            _weight_gap(rank, name, weight, reference.weights[name])
+            for rank, output, reference in zip(ranks, outputs, references, strict=True)
+            for name, weight in output.weights.items()
+        ]
     )
+
+
+def _weight_gap(rank: int, name: str, weight: torch.Tensor, expected: torch.Tensor) -> WeightGap:
+    difference = (weight - expected).abs()
+    is_inside = difference <= WEIGHT_ATOL + WEIGHT_RTOL * expected.abs()
+    return WeightGap(
+        absolute=float(difference.max()),
+        parameter=name,
+        rank=rank,
+        num_outside=int((~is_inside).sum()),
+    )
+
+
+def worst_weights(gaps: Sequence[WeightGap]) -> WeightGap:
+    """Returns the largest gap, with the elements outside of all of them; NaN is largest."""
+    worst = gaps[0]
+    for gap in gaps[1:]:
+        if not gap.absolute <= worst.absolute:
+            worst = gap
+    return replace(worst, num_outside=sum(gap.num_outside for gap in gaps))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from real.compare import (
     largest,
     step_gap,
     weight_gap,
+    worst_weights,
 )
 from real.config import Scenario
 
@@ -58,6 +60,17 @@ class RunResult:
     num_records: int
     wall_s: float
     trace: Path | None
+
+    def worst_of(self, others: Sequence[RunResult]) -> RunResult:
+        """Returns one result for several ranks' own: their worst gaps and this one's losses."""
+        return dataclasses.replace(
+            self,
+            ranks=sum(other.ranks for other in others),
+            gap=largest([other.gap for other in others]),
+            later_gap=largest([other.later_gap for other in others]),
+            weight_gap=worst_weights([other.weight_gap for other in others]),
+            grad_norm_rel_error=max(other.grad_norm_rel_error for other in others),
+        )
 
     def problems(self) -> list[str]:
         """Returns what does not agree with the reference; empty when all does."""
@@ -102,11 +115,22 @@ def judge(
     num_records: int,
     wall_s: float,
     trace: Path | None,
+    ranks: Sequence[int] | None = None,
 ) -> RunResult:
-    """Compares all ranks and steps; outer index rank, inner index step."""
+    """Compares the jobs of some ranks, step by step.
+
+    Args:
+        outputs: One entry a rank.
+        references: One entry a rank.
+        num_records: Records of the trace.
+        wall_s: Seconds of both jobs.
+        trace: Folder of the trace, or None.
+        ranks: The ranks' numbers; None numbers them from 0.
+    """
+    numbers = list(range(len(outputs)) if ranks is None else ranks)
     gaps = [
         step_gap(step, rank, output, reference)
-        for rank, (mine, theirs) in enumerate(zip(outputs, references, strict=True))
+        for rank, mine, theirs in zip(numbers, outputs, references, strict=True)
         for step, (output, reference) in enumerate(zip(mine.steps, theirs.steps, strict=True))
     ]
     norms = [
@@ -115,12 +139,12 @@ def judge(
         for output, reference in zip(mine.steps, theirs.steps, strict=True)
     ]
     return RunResult(
-        ranks=len(outputs),
+        ranks=len(numbers),
         losses=[output.loss for output in outputs[0].steps],
         reference_losses=[reference.loss for reference in references[0].steps],
         gap=largest([gap for gap in gaps if gap.step == 0]),
         later_gap=largest(gaps),
-        weight_gap=weight_gap(outputs, references),
+        weight_gap=weight_gap(numbers, outputs, references),
         grad_norm_rel_error=max(norms),
         num_records=num_records,
         wall_s=wall_s,

@@ -50,6 +50,10 @@ class Job(Protocol):
         """Updates the weights and clears the gradients."""
         ...
 
+    def clear_gradients(self) -> None:
+        """Clears the gradients without a step."""
+        ...
+
     def weights(self) -> dict[str, torch.Tensor]:
         """Returns the main weight of every trainable parameter, full size, float32, by name."""
         ...
@@ -106,6 +110,10 @@ class FsdpJob:
         if self._scenario.clip_grad:
             clip.clip_gradients(self.model.module, norm, self._scenario.clip_grad)
 
+    def clear_gradients(self) -> None:
+        """Clears the sharded gradients."""
+        self._optimizer.zero_grad()
+
     def weights(self) -> dict[str, torch.Tensor]:
         """Gathers the main weights of every unit. Collective."""
         return internals.full_weights(self.model.module)
@@ -123,15 +131,24 @@ def _record_stream_use(op: OpKind, **fields: Any) -> None:
 
 
 class ReferenceJob:
-    """The model without FSDP under Megatron's plain schedule, gradients reduced in float32."""
+    """The model without FSDP, gradients reduced in float32.
 
-    def __init__(self, scenario: Scenario) -> None:
+    Args:
+        scenario: The run.
+        is_overlapped: Whether the combined schedule runs; the reference is the plain one.
+    """
+
+    def __init__(self, scenario: Scenario, *, is_overlapped: bool = False) -> None:
         seed_all(scenario)
-        config = make_config(scenario, is_overlapped=False)
+        config = make_config(scenario, is_overlapped=is_overlapped)
         self._scenario = scenario
         self.model = DistributedDataParallel(
             config,
-            DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False),
+            DistributedDataParallelConfig(
+                grad_reduce_in_fp32=True,
+                overlap_grad_reduce=False,
+                delay_wgrad_compute=config.delay_wgrad_compute,
+            ),
             build_model(config, scenario),
         )
         config.no_sync_func = self.model.no_sync
@@ -172,6 +189,9 @@ class ReferenceJob:
             coefficient = (self._scenario.clip_grad / (norm + 1e-6)).clamp(max=1.0)
             for name in self._main_weights:
                 self._weights[name].main_grad.mul_(coefficient)
+
+    def clear_gradients(self) -> None:
+        """Does nothing: the next step clears the gradient buffer before it starts."""
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Returns copies of the main weights."""

@@ -1,0 +1,1 @@
+"""The real runtime: one process a GPU, NCCL, Transformer Engine."""

@@ -1,0 +1,76 @@
+"""Starts and ends one rank of a GPU job that torchrun has launched."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import metadata, util
+
+import torch
+
+from real.config import Scenario, ScenarioError
+
+
+class Unready(RuntimeError):
+    """This machine or launch cannot run the job; the message lists everything that is missing."""
+
+
+def preflight(scenario: Scenario) -> None:
+    """Checks driver, GPUs, launch and packages before anything starts.
+
+    Raises:
+        Unready: Something is missing.
+    """
+    missing = []
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if num_gpus < local_size:
+        missing.append(f"expected {local_size} CUDA GPU(s) on this machine, found {num_gpus}")
+    if "RANK" not in os.environ or "MASTER_ADDR" not in os.environ:
+        missing.append("expected a launch by torchrun (RANK and MASTER_ADDR set), got none")
+    elif int(os.environ["WORLD_SIZE"]) != scenario.world_size:
+        missing.append(
+            f"expected {scenario.world_size} processes (world-size), "
+            f"got {os.environ['WORLD_SIZE']} of torchrun"
+        )
+    if scenario.transformer_impl == "transformer_engine":
+        if util.find_spec("transformer_engine") is None:
+            missing.append("expected Transformer Engine (extra 'gpu'), found none")
+        else:
+            version = metadata.version("transformer-engine-torch")
+            if int(version.split(".")[0]) < 2:
+                missing.append(f"expected Transformer Engine 2 or newer, found {version}")
+    if missing:
+        raise Unready("; ".join(missing) + ".")
+
+
+@contextmanager
+def gpu_world(scenario: Scenario) -> Iterator[int]:
+    """Makes this process a rank of the job for the length of the block; yields its number."""
+    preflight(scenario)
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    torch.distributed.init_process_group("nccl", device_id=device)
+    try:
+        from real.mcore.model import initialize_parallel
+
+        initialize_parallel(scenario)
+        yield torch.distributed.get_rank()
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def scenario_of_launch(scenario: Scenario) -> Scenario:
+    """Returns the scenario with torchrun's number of processes.
+
+    Raises:
+        ScenarioError: The number does not fit the scenario's parallel sizes.
+    """
+    size = os.environ.get("WORLD_SIZE")
+    if size is None:
+        return scenario
+    try:
+        return scenario.changed(world_size=int(size))
+    except ScenarioError as error:
+        raise ScenarioError(f"{error} The number of ranks is torchrun's.") from None
