@@ -255,7 +255,7 @@ def load_scenario(path: Path) -> Scenario:
             sections = tomllib.load(file)
     except OSError as error:
         raise ScenarioError(f"{path}: cannot read the scenario: {error.strerror}.") from None
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ScenarioError(f"{path}: expected TOML, got: {error}.") from None
     known = {flag(spec.name): spec for spec in fields(Scenario)}
     section_names = list(dict.fromkeys(spec.metadata["section"] for spec in fields(Scenario)))

@@ -27,12 +27,13 @@ def megatron_on_fake_cuda() -> Iterator[None]:
     real device and loading the compiler costs more than a whole scenario, so they stay as written.
     """
     with ExitStack() as stack:
+        # Megatron and torch warn about each other's deprecated names, at import and at run time.
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
         stack.enter_context(te.installed())
         compile_function, torch.compile = torch.compile, _uncompiled  # type: ignore[assignment]
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                importlib.import_module("real.mcore.jobs")
+            importlib.import_module("real.mcore.jobs")
         finally:
             torch.compile = compile_function
         from sim.cuda import fake_cuda

@@ -26,7 +26,7 @@ class JsonlSink:
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("w", encoding="ascii", newline="\n")
-        self._pending = 0
+        self._pending = _FLUSH_EVERY  # the header reaches the disk at once: it names the rank
 
     def write(self, record: Record) -> None:
         """Writes one line."""
