@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -56,10 +57,39 @@ class _PostForward(_Hook):
 
 
 class _PreBackward(_Hook):
-    def __call__(self, module: nn.Module, grad_output: Any) -> None:
+    """Called by autograd before the node that made a module's output.
+
+    Not a module hook: torch keeps the module in the graph for those, and a module that keeps a
+    tensor of its own graph would then never be freed; and each call would add identity nodes.
+    """
+
+    def __call__(self, grad_outputs: Any) -> None:
         scheduler = self._scheduler()
         if scheduler is not None:
             scheduler.pre_backward(self._unit, self._subject)
+
+
+class _ArmBackward(_Hook):
+    """After a module's forward, puts the backward hook on the nodes that made its outputs."""
+
+    def __init__(self, scheduler: UnitScheduler, unit: str, subject: str) -> None:
+        super().__init__(scheduler, unit, subject)
+        self._hook = _PreBackward(scheduler, unit, subject)
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        for tensor in _tensors(output):
+            if tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(self._hook)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
 
 
 class _PostGradient(_Hook):
@@ -144,9 +174,7 @@ def install_hooks(
                 )
             )
             handle._handles.append(
-                module.register_full_backward_pre_hook(
-                    _PreBackward(scheduler, demand.unit, demand.module)
-                )
+                module.register_forward_hook(_ArmBackward(scheduler, demand.unit, demand.module))
             )
         for name, units in plan.releases.items():
             if units:

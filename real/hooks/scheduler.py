@@ -7,6 +7,7 @@ parameters (demand unshard), the schedule's forward release, and its own gradien
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
@@ -97,7 +98,7 @@ class UnitScheduler:
 
     def _link(self, order: Sequence[str], prefetch: Prefetch) -> None:
         ordered = [self.units[name] for name in order]
-        for unit, successor in zip(ordered, ordered[1:], strict=False):
+        for unit, successor in itertools.pairwise(ordered):
             if prefetch is not Prefetch.NONE:
                 unit.next_forward = successor
             if prefetch is Prefetch.BOTH:
@@ -226,7 +227,7 @@ class UnitScheduler:
             if self._needs_fork or not unit.name:
                 ordering.fork_all_gather(self.context)
                 self._needs_fork = False
-            with _at_work(unit):
+            with _at_work(unit, "unshard"):
                 unit.unit.unshard()
             unit.joined_streams = []
         active_recorder().record(
@@ -240,7 +241,7 @@ class UnitScheduler:
         active_recorder().record(
             OpKind.RESHARD, unit=unit.name, stream=torch.cuda.current_stream().stream_id
         )
-        with _at_work(unit):
+        with _at_work(unit, "reshard"):
             unit.unit.reshard()
         unit.joined_streams = []
 
@@ -270,8 +271,11 @@ class UnitScheduler:
         if unit.grad_divisor != 1:
             grads = [p.grad for p in unit.unit.trainable_parameters.values() if p.grad is not None]
             torch._foreach_div_(grads, unit.grad_divisor)
-        with _at_work(unit):
+        with _at_work(unit, "reduce"):
             unit.unit.reduce_gradients()
+        if self._needs_fork:
+            # No gather since the last fence: whoever waited there did not wait for this one.
+            ordering.join_reduce_scatter(self.context)
         for hook in list(unit.post_backward_hooks.values()):
             hook(unit.unit.module)
 
@@ -308,13 +312,18 @@ class UnitScheduler:
 
 
 @contextmanager
-def _at_work(unit: ScheduledUnit) -> Iterator[None]:
-    """Attributes what is recorded inside to the unit."""
+def _at_work(unit: ScheduledUnit, action: str) -> Iterator[None]:
+    """Attributes what is recorded inside to the unit, and shows it to profilers.
+
+    A context manager, so that no early return or error leaves the profiler range open.
+    """
     recorder = active_recorder()
     previous, recorder.unit = recorder.unit, unit.name
+    torch.cuda.nvtx.range_push(f"MFSDP {unit.name or '<root>'} {action}")
     try:
         yield
     finally:
+        torch.cuda.nvtx.range_pop()
         recorder.unit = previous
 
 

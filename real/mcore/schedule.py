@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -67,6 +68,24 @@ def wrap_model(
     )
 
 
+def _weakly(method: Callable[[], Any]) -> Callable[[], Any]:
+    reference = weakref.WeakMethod(method)  # type: ignore[arg-type]
+
+    def call() -> Any:
+        alive = reference()
+        if alive is None:
+            raise RuntimeError("Cannot enter no_sync() of an adapter that is gone.")
+        return alive()
+
+    return call
+
+
+def _forget(module: Callable[[], nn.Module | None]) -> None:
+    alive = module()
+    if alive is not None:
+        internals.drop_schedule_state(alive)
+
+
 class Mfsdp1F1B(_BaseDataParallel):
     """Wraps a model whose layers, experts and root are MFSDP v2 units.
 
@@ -99,7 +118,8 @@ class Mfsdp1F1B(_BaseDataParallel):
         self._state_dict_hooks = internals.guard_state_dict(module)
         self._grad_divisors = dict(grad_divisors or {})
         self._prefetch = prefetch
-        config.no_sync_func = self.no_sync
+        config.no_sync_func = _weakly(self.no_sync)  # the model keeps its config
+        weakref.finalize(self, _forget, weakref.ref(module)).atexit = False
         if config.overlap_moe_expert_parallel_comm or is_fine_grained:
             self.install()
         else:
@@ -143,6 +163,7 @@ class Mfsdp1F1B(_BaseDataParallel):
             attach,
             internals.join_schedule(Mfsdp1F1B),
             internals.memoize_layouts(),
+            internals.loosen(self.module),
         ]
         self._record_units(units)
         return self._handle

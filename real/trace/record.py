@@ -33,6 +33,10 @@ class OpKind(StrEnum):
     # Storage.
     RECORD_STREAM = "record_stream"
     RESIZE = "resize"
+    ALLOCATE = "allocate"
+    FREE = "free"
+    NAME = "name"
+    KERNEL = "kernel"
     # Communication.
     GROUP = "group"
     COLLECTIVE = "collective"
@@ -60,6 +64,7 @@ _STR = (str,)
 _OPT_INT = (int, type(None))
 _OPT_STR = (str, type(None))
 _BOOL = (bool,)
+_LIST = (list,)
 
 FIELDS: Final[dict[OpKind, dict[str, tuple[type, ...]]]] = {
     OpKind.HEADER: {"schema": _INT, "rank": _INT, "world_size": _INT, "scenario": (dict,)},
@@ -71,6 +76,10 @@ FIELDS: Final[dict[OpKind, dict[str, tuple[type, ...]]]] = {
     OpKind.HOST_SYNC: {"what": _STR, "on": _OPT_INT},
     OpKind.RECORD_STREAM: {"stream": _INT, "storage": _INT},
     OpKind.RESIZE: {"stream": _INT, "storage": _INT, "bytes": _INT, "was": _INT},
+    OpKind.ALLOCATE: {"stream": _INT, "storage": _INT, "bytes": _INT},
+    OpKind.FREE: {"storage": _INT},
+    OpKind.NAME: {"storage": _INT, "name": _STR},
+    OpKind.KERNEL: {"stream": _INT, "name": _STR, "reads": _LIST, "writes": _LIST},
     OpKind.GROUP: {"group": _STR, "ranks": (list,)},
     OpKind.COLLECTIVE: {
         "stream": _INT,
@@ -81,6 +90,8 @@ FIELDS: Final[dict[OpKind, dict[str, tuple[type, ...]]]] = {
         "dtype": _STR,
         "async": _BOOL,
         "unit": _OPT_STR,
+        "reads": _LIST,
+        "writes": _LIST,
     },
     OpKind.COLLECTIVE_WAIT: {"stream": _INT, "group": _STR, "n": _INT},
     OpKind.NVTX_PUSH: {"text": _STR},

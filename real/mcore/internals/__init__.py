@@ -16,6 +16,7 @@ from real.mcore.internals.gradients import (  # noqa: E402
     gradient_shards,
 )
 from real.mcore.internals.layouts import memoize_layouts  # noqa: E402
+from real.mcore.internals.lifetime import drop_schedule_state, loosen  # noqa: E402
 from real.mcore.internals.nodes import NodeCall, observed_nodes  # noqa: E402
 from real.mcore.internals.optimizer import shard_optimizer  # noqa: E402
 from real.mcore.internals.process_state import (  # noqa: E402
@@ -42,6 +43,7 @@ __all__ = [
     "collect_units",
     "detach_execution_hooks",
     "divide_gradients",
+    "drop_schedule_state",
     "full_gradients",
     "full_weights",
     "gradient_shards",
@@ -49,6 +51,7 @@ __all__ = [
     "initialize_context",
     "is_fsdp_module",
     "join_schedule",
+    "loosen",
     "memoize_layouts",
     "observed_nodes",
     "shard_optimizer",

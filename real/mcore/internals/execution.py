@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
@@ -20,9 +21,11 @@ _MODULE_HOOK_DICTIONARIES: Final = (
 
 
 class _Detached(NamedTuple):
-    hooks: Any
-    key: int
-    hook: Callable[..., Any]
+    """Hooks taken off one place: its dictionary, the keys that it had, and the hooks."""
+
+    place: OrderedDict[int, Any]
+    keys: list[int]
+    hooks: dict[int, Callable[..., Any]]
 
 
 def detach_execution_hooks(root: nn.Module) -> Callable[[], None]:
@@ -35,21 +38,30 @@ def detach_execution_hooks(root: nn.Module) -> Callable[[], None]:
     for module in root.modules():
         if not is_fsdp_module(module):
             continue
-        dictionaries = [getattr(module, name) for name in _MODULE_HOOK_DICTIONARIES]
+        places = [getattr(module, name) for name in _MODULE_HOOK_DICTIONARIES]
         for parameter in (p for g in module._parameter_groups for p in g.unsharded_parameters):
             if parameter._post_accumulate_grad_hooks:
-                dictionaries.append(parameter._post_accumulate_grad_hooks)
-        for hooks in dictionaries:
-            for key, hook in list(hooks.items()):
-                if getattr(hook, "__qualname__", "").startswith("FsdpModule."):
-                    detached.append(_Detached(hooks, key, hooks.pop(key)))
+                places.append(parameter._post_accumulate_grad_hooks)
+        for place in places:
+            keys = list(place)
+            own = [key for key in keys if _is_own(place[key])]
+            if own:
+                detached.append(_Detached(place, keys, {key: place.pop(key) for key in own}))
 
     def attach() -> None:
-        for hooks, key, hook in detached:
-            hooks[key] = hook
+        for place, keys, hooks in detached:
+            since = [key for key in place if key not in keys]
+            place.update(hooks)
+            # Others' hooks ran before or after MFSDP's; they do again. Newer ones come last.
+            for key in [*(key for key in keys if key in place), *since]:
+                place.move_to_end(key)
         detached.clear()
 
     return attach
+
+
+def _is_own(hook: object) -> bool:
+    return getattr(hook, "__qualname__", "").startswith("FsdpModule.")
 
 
 def divide_gradients(root: nn.Module, divisors: Mapping[str, int]) -> Callable[[], None]:

@@ -8,8 +8,9 @@ import torch
 from megatron.core.distributed.fsdp.src.megatron_fsdp.experimental import fully_shard_optimizer
 from megatron.core.distributed.fsdp.src.megatron_fsdp.experimental.parameter_group import (
     FsdpParameterGroup,
-    get_containing_parameter_group,
 )
+
+from real.mcore.internals.lifetime import group_of
 
 
 def shard_optimizer(optimizer: torch.optim.Optimizer) -> None:
@@ -33,8 +34,7 @@ def shard_optimizer(optimizer: torch.optim.Optimizer) -> None:
         finally:
             FsdpParameterGroup.sync_model_weight_from_main_weight = released_sync
         parameters = [p for group in stepped.param_groups for p in group["params"]]
-        groups = [get_containing_parameter_group(parameter) for parameter in parameters]
-        for group in dict.fromkeys(groups):
+        for group in dict.fromkeys(group_of(parameter) for parameter in parameters):
             if group in stale:
                 group.sync_model_weight_from_main_weight()
 
