@@ -1,10 +1,13 @@
 """Runs a function in a forked copy of this process, on another core, while the caller goes on."""
+# ruff: noqa: ANN401 - the function returns anything
 
 from __future__ import annotations
 
 import multiprocessing
 import os
 import pickle
+import signal
+import threading
 import traceback
 import warnings
 from collections.abc import Callable
@@ -13,7 +16,8 @@ from typing import Any
 
 def can_fork() -> bool:
     """Tells whether a second core is there and the platform can fork."""
-    return hasattr(os, "fork") and len(os.sched_getaffinity(0)) > 1
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return hasattr(os, "fork") and (num_cores or 1) > 1
 
 
 class Aside:
@@ -29,12 +33,19 @@ class Aside:
     def __init__(self, function: Callable[[], Any]) -> None:
         context = multiprocessing.get_context("fork")
         self._receiver, sender = context.Pipe(duplex=False)
-        self._process = context.Process(target=_run, args=(function, sender), daemon=True)
+        # Nothing is ever written: its end is the end of this process.
+        lifeline, write_end = os.pipe()
+        self._lifeline: int | None = write_end
+        not_ours = (self._receiver.fileno(), write_end)
+        self._process = context.Process(
+            target=_run, args=(function, sender, lifeline, not_ours), daemon=True
+        )
         with warnings.catch_warnings():
             # torch keeps idle threads; the copy uses one thread and none of their locks.
             warnings.simplefilter("ignore", DeprecationWarning)
             self._process.start()
         sender.close()
+        os.close(lifeline)
 
     def result(self) -> Any:
         """Waits and returns what the function returned.
@@ -57,12 +68,22 @@ class Aside:
 
     def stop(self) -> None:
         """Ends the process if it still runs."""
-        self._process.terminate()
+        self._process.kill()
         self._process.join()
         self._receiver.close()
+        if self._lifeline is not None:
+            os.close(self._lifeline)
+            self._lifeline = None
 
 
-def _run(function: Callable[[], Any], sender: Any) -> None:
+def _run(
+    function: Callable[[], Any], sender: Any, lifeline: int, not_ours: tuple[int, ...]
+) -> None:
+    for descriptor in not_ours:
+        os.close(descriptor)
+    threading.Thread(target=_exit_with_original, args=(lifeline,), daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C is for the original, which calls stop()
+    answer: tuple[Exception | None, Any]
     try:
         answer = (None, function())
     except Exception as error:  # noqa: BLE001 - it is raised again on the other side
@@ -70,6 +91,11 @@ def _run(function: Callable[[], Any], sender: Any) -> None:
     sender.send(answer)
     sender.close()
     os._exit(0)  # no clean-up of what belongs to the original process
+
+
+def _exit_with_original(lifeline: int) -> None:
+    os.read(lifeline, 1)  # returns when the original process is gone
+    os._exit(1)
 
 
 def _sendable(error: Exception) -> Exception:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 DEFAULT_SCENARIO: Final = Path(__file__).parent.parent / "fixtures" / "configs" / "default.toml"
 BAD_INPUT: Final = 2
 DIFFERS: Final = 1
+INTERRUPTED: Final = 130
 
 
 class _Parser(argparse.ArgumentParser):
@@ -57,6 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run_command(arguments, list(sys.argv[1:] if argv is None else argv))
     except ScenarioError as error:
         return _fail(str(error))
+    except KeyboardInterrupt:
+        print("\nsim: interrupted; the trace holds what was written so far.", file=sys.stderr)
+        return INTERRUPTED
 
 
 def _fail(message: str) -> int:
@@ -82,18 +86,17 @@ def run_command(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     from sim.runner import open_sinks, run_in_process
     from sim.world.world import WorldError
 
-    sinks = open_sinks(out, scenario.world_size)
     progress = _progress_line() if not arguments.json else _no_progress
     try:
         if arguments.world == "gloo":
             from sim.world.gloo import run_gloo
 
-            result = run_gloo(scenario, out=out, progress=progress)
+            result = run_gloo(scenario, out=out, progress=progress, replay=replay)
         else:
             result = run_in_process(
                 scenario,
                 schedule_seed=arguments.schedule_seed,
-                sinks=sinks,
+                sinks=open_sinks(out, scenario.world_size),
                 out=out,
                 replay=replay,
                 progress=progress,

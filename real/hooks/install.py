@@ -77,6 +77,8 @@ class _ArmBackward(_Hook):
         self._hook = _PreBackward(scheduler, unit, subject)
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._scheduler() is None:
+            return  # a copy's: the hook that it would arm is the original's
         for tensor in _tensors(output):
             if tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(self._hook)

@@ -63,6 +63,8 @@ class ScheduledUnit:
         self.is_released_by_schedule = is_released_by_schedule
         self.grad_divisor = grad_divisor
         self.joined_streams: list[torch.cuda.Stream] = []
+        # All gradients of this microbatch have come: whatever uses the unit now comes too late.
+        self.is_complete = False
         self.next_forward: ScheduledUnit | None = None
         self.next_backward: ScheduledUnit | None = None
         self.post_backward_hooks: OrderedDict[int, Callable[[nn.Module], None]] = OrderedDict()
@@ -114,6 +116,7 @@ class UnitScheduler:
             # A recomputed forward: the unit's backward has it open, and must stay its only owner.
             self._unshard(unit, UnitEvent.BACKWARD_USE, module)
             return
+        unit.is_complete = False
         self._unshard(unit, UnitEvent.FORWARD_USE, module)
         if unit.next_forward is not None:
             self._prefetch(unit.next_forward, UnitEvent.FORWARD_USE, module)
@@ -142,6 +145,7 @@ class UnitScheduler:
         active_recorder().record(OpKind.HOOK, point="post_gradient", module=parameter, unit=name)
         unit.lifecycle.step(UnitEvent.GRADIENT, parameter)
         if unit.countdown.count(parameter):
+            unit.is_complete = True
             self._finish_backward(unit, parameter, num_zero_filled=0)
 
     def release_forward(self, names: Sequence[str], cause: str) -> None:
@@ -158,11 +162,21 @@ class UnitScheduler:
 
         A frozen unit is released here. A trainable parameter without a gradient was not used: its
         gradient is zero, so that every rank reduces the same units whatever its data was.
+
+        Raises:
+            RuntimeError: A unit was used in backward after its last gradient, or its gradients are
+                not what was declared.
         """
         for name in names:
             unit = self.units[name]
+            was_complete, unit.is_complete = unit.is_complete, False
             if unit.lifecycle.phase not in (UnitPhase.BACKWARD, UnitPhase.BOTH):
                 continue
+            if was_complete and not unit.countdown.is_started:
+                raise RuntimeError(
+                    f"Expected no use of FSDP unit {unit.name or '<root>'!r} between its last "
+                    f"gradient and {cause}, got it unsharded again: a backward hook ran late."
+                )
             if not unit.is_trainable:
                 self._close_backward(unit, cause)
             else:

@@ -159,6 +159,7 @@ class Mfsdp1F1B(_BaseDataParallel):
         except BaseException:
             attach()
             raise
+        self._undo_all()  # of the plain schedule: the scheduler divides gradients itself
         self._undo = [
             attach,
             internals.join_schedule(Mfsdp1F1B),
@@ -170,9 +171,14 @@ class Mfsdp1F1B(_BaseDataParallel):
 
     def remove(self) -> None:
         """Takes our hooks off and puts MFSDP's own back. Repeated calls do nothing."""
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
+        if self._handle is None:
+            return
+        self._handle.remove()
+        self._handle = None
+        self._undo_all()
+        self._undo = [internals.divide_gradients(self.module, self._grad_divisors)]
+
+    def _undo_all(self) -> None:
         for undo in self._undo:
             undo()
         self._undo = []

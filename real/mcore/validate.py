@@ -127,3 +127,21 @@ def validate(config: Any, model: nn.Module) -> None:
     layers = getattr(getattr(model, "decoder", None), "layers", None)
     if layers is None or len(layers) == 0:
         raise ValueError(f"Expected a model with decoder layers, got {type(model).__name__}.")
+    if config.overlap_moe_expert_parallel_comm:
+        _check_trainable(model)
+
+
+def _check_trainable(model: nn.Module) -> None:
+    """The schedule makes its backward and weight-gradient calls whatever is frozen."""
+    embedding = getattr(model, "embedding", None)
+    if embedding is not None and not any(p.requires_grad for p in embedding.parameters()):
+        raise ValueError(
+            "Expected the embedding to be trainable with overlap_moe_expert_parallel_comm, got it "
+            "frozen. Its node runs backward, and autograd refuses an output without a gradient."
+        )
+    for name, parameter in model.named_parameters():
+        if getattr(parameter, "skip_backward_post_hook", False) and not parameter.requires_grad:
+            raise ValueError(
+                f"Expected {name} to be trainable with delay_wgrad_compute, got it frozen. "
+                "Transformer Engine's backward_dw expects a stored gradient of every weight."
+            )

@@ -6,8 +6,7 @@ was current when the node was made in the forward. On a CPU the same node runs i
 thread. Torch numbers nodes in the order they are made, per thread, and the number can be read
 before the next node exists. The device therefore notes that number at every change of the current
 stream; inside backward the node's own number then says which stream was current at its birth.
-AccumulateGrad nodes carry no such number: for them the stream is that of the caller of backward,
-which is what holds whenever a parameter is used on one stream only, as in every schedule node.
+Accumulators carry no such number; theirs is found another way [Note: the stream of an accumulator].
 """
 
 from __future__ import annotations
@@ -16,22 +15,29 @@ import threading
 from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from real.trace import OpKind, Recorder
+from sim.cuda.autograd import ACCUMULATOR_SEQUENCE, GraphTask
 
 if TYPE_CHECKING:
     from sim.cuda.streams import Stream
 
-_ACCUMULATE_GRAD_SEQUENCE: Final = 2**64 - 1
 _PRUNE_STORAGES_EVERY: Final = 4096
 
 # Taken before any swap, so that the device keeps working while torch's names are replaced.
 _sequence_number = torch._C._autograd._get_sequence_nr
 _current_node = torch._C._current_autograd_node
+
+
+_weak_reference: Any = StorageWeakRef
+
+
+def _is_gone(reference: Any) -> bool:  # noqa: ANN401 - a class without types
+    return bool(reference.expired())
 
 
 class FakeDevice:
@@ -50,8 +56,9 @@ class FakeDevice:
         self.host_rng_state = torch.Generator().get_state()
         self.num_events = 0
         self.nvtx_depth = 0
+        self.graph_tasks: list[GraphTask] = []
         self._num_streams = 0
-        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._storages: dict[int, tuple[Any, int]] = {}
         self._num_storages = 0
         self.default_stream: Stream = Stream._on(self, priority=0)
         self._host_stream: Stream = self.default_stream
@@ -73,7 +80,7 @@ class FakeDevice:
         return event_id
 
     def current_stream(self) -> Stream:
-        """Returns the stream that a GPU would have as current. [Note: the stream inside backward]"""
+        """Returns what a GPU would have as current stream [Note: the stream inside backward]."""
         node = _current_node()
         if node is None:
             self._node_stream = None
@@ -81,8 +88,16 @@ class FakeDevice:
         sequence = node._sequence_nr()
         if self._node_stream is not None and self._node_stream[0] == sequence:
             return self._node_stream[1]
-        if sequence == _ACCUMULATE_GRAD_SEQUENCE:
-            return self._host_stream
+        return self._stream_at_birth(node, sequence)
+
+    def _stream_at_birth(self, node: object, sequence: int) -> Stream:
+        if sequence == ACCUMULATOR_SEQUENCE:
+            if len(self._births) == 1 or not self.graph_tasks:
+                return self._host_stream
+            first_use = self.graph_tasks[-1].first_use(node)
+            if first_use is None:
+                return self._host_stream
+            sequence = first_use
         return self._birth_streams[bisect_right(self._births, sequence) - 1]
 
     def set_stream(self, stream: Stream) -> None:
@@ -91,7 +106,11 @@ class FakeDevice:
         if node is None:
             self._host_stream = stream
         else:
-            self._node_stream = (node._sequence_nr(), stream)
+            sequence = node._sequence_nr()
+            # Back to the node's own stream is no change: accumulators share one number, and a
+            # change that was taken back must not reach the next one.
+            is_own = stream is self._stream_at_birth(node, sequence)
+            self._node_stream = None if is_own else (sequence, stream)
         self._note_birth(stream)
 
     def _note_birth(self, stream: Stream) -> None:
@@ -106,14 +125,14 @@ class FakeDevice:
         """Returns a storage's number: the same as long as it lives, never used again after."""
         key = storage._cdata
         known = self._storages.get(key)
-        if known is not None and not known[0].expired():
+        if known is not None and not _is_gone(known[0]):
             return known[1]
         if len(self._storages) >= _PRUNE_STORAGES_EVERY:
-            self._storages = {k: v for k, v in self._storages.items() if not v[0].expired()}
+            self._storages = {k: v for k, v in self._storages.items() if not _is_gone(v[0])}
         # The weak reference also keeps the address from being used for another storage.
         storage_id = self._num_storages
         self._num_storages = storage_id + 1
-        self._storages[key] = (StorageWeakRef(storage), storage_id)
+        self._storages[key] = (_weak_reference(storage), storage_id)
         return storage_id
 
 
@@ -122,6 +141,11 @@ class _Active(threading.local):
 
 
 _active = _Active()
+
+
+def find_device() -> FakeDevice | None:
+    """Returns the fake device of the calling thread, or None."""
+    return _active.device
 
 
 def active_device() -> FakeDevice:

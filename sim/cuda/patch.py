@@ -4,6 +4,7 @@ Three kinds of names of `torch.cuda`: swapped for a stand-in, left alone because
 device, and all others, which are replaced by something that fails with its own name. So code under
 test cannot wander into a real CUDA call or a silent no-op.
 """
+# ruff: noqa: ANN401 - stands for functions of any signature
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ import torch
 # DTensor imports it at first use, and at import it looks into torch.cuda's own functions.
 import torch._dynamo
 
-from sim.cuda import runtime, streams, tensors
+from sim.cuda import autograd, runtime, streams, tensors
 
 _MISSING: Final = object()
 
@@ -65,11 +66,11 @@ _CUDA_STAND_INS: Final[dict[str, Any]] = {
 _ACCELERATOR_STAND_INS: Final[dict[str, Any]] = {
     "current_accelerator": runtime.current_accelerator,
     "current_device_index": runtime.current_device,
-    "current_stream": streams.current_stream,
+    "current_stream": streams.accelerator_current_stream,
     "device_count": runtime.device_count,
     "is_available": runtime.is_available,
     "set_stream": streams.set_stream,
-    "synchronize": runtime.synchronize,
+    "synchronize": runtime.accelerator_synchronize,
 }
 
 _NEED_NO_DEVICE: Final = frozenset(
@@ -136,6 +137,7 @@ def swap_table() -> list[Swap]:
         Swap(torch.random, "get_rng_state", runtime.get_host_rng_state),
         Swap(torch.random, "set_rng_state", runtime.set_host_rng_state),
         Swap(torch, "Generator", tensors.Generator),
+        Swap(torch.autograd.Variable, "_execution_engine", autograd.Engine()),
         Swap(torch.Tensor, "to", tensors.to),
         Swap(torch.Tensor, "cuda", tensors.cuda),
         Swap(torch.Tensor, "record_stream", tensors.record_stream),
@@ -143,18 +145,23 @@ def swap_table() -> list[Swap]:
         Swap(torch.UntypedStorage, "resize_", tensors.resize_),
     ]
     for owner, names in ((torch, tensors.FACTORIES), (torch.Tensor, tensors.NEW_METHODS)):
-        table += [Swap(owner, name, tensors.with_cpu_device(getattr(owner, name))) for name in names]
+        table += [
+            Swap(owner, name, tensors.with_cpu_device(getattr(owner, name))) for name in names
+        ]
     return [*table, *_aliases(table)]
 
 
 def _aliases(table: list[Swap]) -> Iterator[Swap]:
-    """Finds the names that Megatron's modules took with `from torch.cuda import ...`."""
+    """Finds second names: in torch.cuda's submodules, and what Megatron imports from it."""
     stand_in_of = {id(getattr(swap.owner, swap.name)): swap.stand_in for swap in table}
+    known = {(id(swap.owner), swap.name) for swap in table}
     for module_name, module in sorted(sys.modules.items()):
-        if module_name.partition(".")[0] != "megatron":
+        if not module_name.startswith(("megatron.", "torch.cuda.")):
             continue
         for name, value in list(vars(module).items()):
-            if isinstance(value, (type, FunctionType)) and id(value) in stand_in_of:
+            if not isinstance(value, (type, FunctionType)) or (id(module), name) in known:
+                continue
+            if id(value) in stand_in_of:
                 yield Swap(module, name, stand_in_of[id(value)])
 
 
@@ -175,6 +182,8 @@ def fake_cuda() -> Iterator[None]:
             yield
     finally:
         for swap, original in reversed(saved):
+            if vars(swap.owner).get(swap.name, _MISSING) is original:
+                continue  # the swap that failed
             if original is _MISSING:
                 delattr(swap.owner, swap.name)
             else:

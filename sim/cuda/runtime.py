@@ -1,11 +1,12 @@
-"""Device, random state, memory and profiler functions with torch.cuda's own names and signatures."""
+"""Device, random state, memory and profiler functions under torch.cuda's names and signatures."""
+# ruff: noqa: ANN401 - torch.cuda takes devices in many forms
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 
@@ -43,7 +44,7 @@ class device:  # torch.cuda spells this class in lower case.
     def __enter__(self) -> None:
         return None
 
-    def __exit__(self, type: Any, value: Any, traceback: Any) -> bool:
+    def __exit__(self, type: Any, value: Any, traceback: Any) -> Literal[False]:
         return False
 
 
@@ -83,6 +84,11 @@ def set_device(device: Any) -> None:
 def synchronize(device: Any = None) -> None:
     """Makes the host wait for the whole device."""
     active_device().recorder.record(OpKind.HOST_SYNC, what="device", on=None)
+
+
+def accelerator_synchronize(device: Any = None, /) -> None:
+    """Makes the host wait for the whole device; stands for `torch.accelerator.synchronize`."""
+    synchronize()
 
 
 def is_current_stream_capturing() -> bool:

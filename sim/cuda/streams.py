@@ -4,6 +4,7 @@ Everything runs at once on the CPU in host order, so a wait never blocks: what c
 of who waits for what. An event remembers which of its records is the newest, since a wait refers
 to that one even when the event is recorded again later.
 """
+# ruff: noqa: ANN401 - torch.cuda takes devices in many forms
 
 from __future__ import annotations
 
@@ -51,8 +52,18 @@ class Stream:
         return self._device.index
 
     @property
+    def device_type(self) -> int:
+        """The number that torch has for the kind of device: CUDA."""
+        return 1
+
+    @property
     def cuda_stream(self) -> int:
         """A number that is different for each stream of a device."""
+        return self.stream_id
+
+    @property
+    def native_handle(self) -> int:
+        """The same as `cuda_stream`."""
         return self.stream_id
 
     @staticmethod
@@ -69,9 +80,7 @@ class Stream:
 
     def wait_stream(self, stream: Stream) -> None:
         """Orders all later work of this stream after all work that `stream` has so far."""
-        self._device.recorder.record(
-            OpKind.STREAM_WAIT, stream=self.stream_id, on=stream.stream_id
-        )
+        self._device.recorder.record(OpKind.STREAM_WAIT, stream=self.stream_id, on=stream.stream_id)
 
     def record_event(self, event: Event | None = None) -> Event:
         """Records `event`, or a new one, on this stream and returns it."""
@@ -198,6 +207,11 @@ def stream(stream: Stream | None) -> StreamContext:
 
 def current_stream(device: Any = None) -> Stream:
     """Returns the current stream of the calling rank's device."""
+    return active_device().current_stream()
+
+
+def accelerator_current_stream(device: Any = None, /) -> Stream:
+    """Returns the current stream; stands for `torch.accelerator.current_stream`."""
     return active_device().current_stream()
 
 

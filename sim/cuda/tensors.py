@@ -1,4 +1,5 @@
 """Tensor and storage names: device arguments become CPU, storage changes become records."""
+# ruff: noqa: ANN401 - stands in front of functions of any signature
 
 from __future__ import annotations
 
@@ -74,8 +75,8 @@ def with_cpu_device(function: Callable[..., Any]) -> Callable[..., Any]:
 class Generator(torch.Generator):
     """A random generator; one for a CUDA device lives on the CPU."""
 
-    def __new__(cls, device: Any = "cpu") -> Generator:
-        return super().__new__(cls, on_cpu(device))
+    def __new__(cls, device: Any = "cpu") -> Generator:  # noqa: D102 - as torch.Generator
+        return super().__new__(cls, on_cpu(device))  # type: ignore[call-arg]
 
 
 def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

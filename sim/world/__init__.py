@@ -1,11 +1,17 @@
 """Many ranks in one process: deterministic order, real data, loud mismatches."""
 
+from sim.world.faults import Fault, SkipCollective, SwapCollectives
+from sim.world.place import MismatchError
 from sim.world.process_group import init_process_group
 from sim.world.state import RankState, torch_state
 from sim.world.world import World, WorldError, current_world
 
 __all__ = [
+    "Fault",
+    "MismatchError",
     "RankState",
+    "SkipCollective",
+    "SwapCollectives",
     "World",
     "WorldError",
     "current_world",

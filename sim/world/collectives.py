@@ -1,4 +1,4 @@
-"""What each collective computes, as functions of all ranks' inputs.
+"""What each collective computes: what every rank gives to every other, and what becomes of it.
 
 The same functions serve both worlds. Sums run in rank order; sums of 16-bit floats run in float32
 and are rounded once, so the result does not depend on the order in which ranks arrive.
@@ -26,8 +26,9 @@ class Call:
         outputs: Tensors that this rank gets, written in place.
         reduce_op: Name of the reduction, or None.
         root: Group rank of the source or destination, or None.
-        in_splits: Rows to each rank (all-to-all), or None for equal parts.
-        out_splits: Rows from each rank (all-to-all), or None for equal parts.
+        in_splits: Rows to each rank (all_to_all_single), or None.
+        out_splits: Rows from each rank (all_to_all_single), or None.
+        unit: FSDP unit on whose behalf it is called, or None.
     """
 
     kind: str
@@ -37,6 +38,7 @@ class Call:
     root: int | None = None
     in_splits: list[int] | None = None
     out_splits: list[int] | None = None
+    unit: str | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -52,6 +54,8 @@ class Call:
     def signature(self) -> dict[str, Any]:
         """Returns what has to be equal on all ranks of the group."""
         result: dict[str, Any] = {"operation": self.kind}
+        if self.unit is not None:
+            result["FSDP unit"] = self.unit
         if self.kind == "barrier":
             return result
         result["dtype"] = self.dtype
@@ -61,6 +65,8 @@ class Call:
             result["root"] = self.root
         if self.kind in _SAME_INPUT_SIZES:
             result["numel"] = [t.numel() for t in self.inputs]
+        elif self.kind == "all_to_all_single":
+            result["row size"] = self.inputs[0].shape[1:].numel()
         return result
 
 
@@ -69,41 +75,193 @@ _SAME_INPUT_SIZES: Final = frozenset(
 )
 
 
-def check_all_to_all(calls: Sequence[Call]) -> str | None:
-    """Returns what is wrong with the split sizes of an all-to-all, or None."""
-    for source, sender in enumerate(calls):
-        for target, receiver in enumerate(calls):
-            sent = _splits(sender.in_splits, sender.inputs[0], len(calls))[target]
-            expected = _splits(receiver.out_splits, receiver.outputs[0], len(calls))[source]
-            if sent != expected:
-                return (
-                    f"group rank {source} sends {sent} rows to group rank {target}, "
-                    f"which expects {expected}"
+def check_sizes(call: Call, num_ranks: int) -> None:
+    """Checks what one rank can check alone: that its outputs have room for its inputs.
+
+    Raises:
+        ValueError: Sizes or splits do not fit the number of ranks.
+    """
+    given = sum(tensor.numel() for tensor in call.inputs)
+    taken = sum(tensor.numel() for tensor in call.outputs)
+    if call.kind == "all_gather" and taken != given * num_ranks:
+        raise ValueError(
+            f"Expected outputs of {num_ranks} x {given} elements in an all_gather, got {taken}."
+        )
+    if call.kind == "reduce_scatter" and given != taken * num_ranks:
+        raise ValueError(
+            f"Expected inputs of {num_ranks} x {taken} elements in a reduce_scatter, got {given}."
+        )
+    if call.kind == "all_to_all_single":
+        for name, splits, tensor in (
+            ("input", call.in_splits, call.inputs[0]),
+            ("output", call.out_splits, call.outputs[0]),
+        ):
+            if splits is None or len(splits) != num_ranks or sum(splits) != _num_rows(tensor):
+                raise ValueError(
+                    f"Expected {num_ranks} {name} splits of an all_to_all_single with a sum of "
+                    f"{_num_rows(tensor)}, got {splits}."
                 )
+
+
+def even_splits(tensor: torch.Tensor, num_ranks: int) -> list[int]:
+    """Returns the rows that each rank has of a tensor divided evenly."""
+    return [_num_rows(tensor) // num_ranks] * num_ranks
+
+
+def given_sizes(call: Call) -> list[int]:
+    """Returns the size of what this rank gives to each rank: rows, or elements of whole tensors.
+
+    Empty for kinds whose signature already fixes the sizes.
+    """
+    if call.kind == "all_to_all_single":
+        return call.in_splits or []
+    if call.kind in ("all_to_all", "scatter"):
+        return [tensor.numel() for tensor in call.inputs]
+    return []
+
+
+def wanted_sizes(call: Call, num_ranks: int) -> list[int]:
+    """Returns the size of what this rank expects from each rank, as `given_sizes` counts it."""
+    if call.kind == "all_to_all_single":
+        return call.out_splits or []
+    if call.kind == "all_to_all":
+        return [tensor.numel() for tensor in call.outputs]
+    if call.kind == "scatter":
+        return [call.outputs[0].numel()] * num_ranks
+    return []
+
+
+def size_problem(call: Call, source: int, given: int, target: int, wanted: int) -> str | None:
+    """Returns what is wrong between what rank `source` gives and `target` expects, or None."""
+    if given == wanted:
+        return None
+    what = "rows" if call.kind == "all_to_all_single" else "elements"
+    return f"rank {source} sends {given} {what} to rank {target}, which expects {wanted}"
+
+
+def check_between_ranks(calls: Sequence[Call], ranks: Sequence[int]) -> str | None:
+    """Returns what is wrong between any two ranks' sizes, or None.
+
+    Args:
+        calls: The parts of all ranks, in group order.
+        ranks: Their global numbers, for the message.
+    """
+    given = [given_sizes(call) for call in calls]
+    wanted = [wanted_sizes(call, len(calls)) for call in calls]
+    for source, sizes in enumerate(given):
+        for target, size in enumerate(sizes):
+            problem = size_problem(
+                calls[0], ranks[source], size, ranks[target], wanted[target][source]
+            )
+            if problem is not None:
+                return problem
     return None
 
 
-def complete(calls: Sequence[Call], ranks: Sequence[int]) -> None:
-    """Writes the outputs of some ranks.
+def parts(call: Call, rank: int, target: int) -> list[torch.Tensor]:
+    """Returns what group rank `rank` gives to group rank `target`, as views of its inputs."""
+    return _PARTS[call.kind](call, rank, target)
+
+
+def finish(call: Call, given: Sequence[Sequence[torch.Tensor]], rank: int) -> None:
+    """Writes the outputs of one rank.
 
     Args:
-        calls: The parts of all ranks, in group order. Outputs of other ranks are not touched.
-        ranks: Group ranks whose outputs are written.
+        call: The rank's own part.
+        given: What each rank gives to this one (`parts`), in group order.
+        rank: The rank in the group.
     """
     with torch.no_grad():
-        if calls[0].kind == "all_reduce":
-            # Input and output are one tensor: reduce before the first write.
-            _all_reduce(calls, ranks)
-            return
-        for rank in ranks:
-            _COMPLETE[calls[rank].kind](calls, rank)
+        _FINISH[call.kind](call, given, rank)
 
 
-def _splits(splits: list[int] | None, tensor: torch.Tensor, num_ranks: int) -> list[int]:
-    if splits:
-        return splits
-    rows = tensor.shape[0] if tensor.dim() else 1
-    return [rows // num_ranks] * num_ranks
+def complete(calls: Sequence[Call]) -> None:
+    """Writes the outputs of all ranks.
+
+    Args:
+        calls: The parts of all ranks, in group order.
+    """
+    if calls[0].kind == "all_reduce":
+        # Input and output are one tensor: reduce before the first write, once for all.
+        with torch.no_grad():
+            totals = _totals(calls[0], [call.inputs for call in calls])
+            for call in calls:
+                _copy(call.outputs, totals)
+        return
+    everyone = range(len(calls))
+    for target in everyone:
+        finish(calls[target], [parts(calls[s], s, target) for s in everyone], target)
+
+
+def _num_rows(tensor: torch.Tensor) -> int:
+    return tensor.shape[0] if tensor.dim() else 1
+
+
+# -- what a rank gives ------------------------------------------------------------------------
+
+
+def _everything(call: Call, rank: int, target: int) -> list[torch.Tensor]:
+    return call.inputs
+
+
+def _nothing(call: Call, rank: int, target: int) -> list[torch.Tensor]:
+    return []
+
+
+def _everything_to_root(call: Call, rank: int, target: int) -> list[torch.Tensor]:
+    return call.inputs if target == call.root else []
+
+
+def _everything_from_root(call: Call, rank: int, target: int) -> list[torch.Tensor]:
+    return call.inputs if rank == call.root != target else []
+
+
+def _one_each_from_root(call: Call, rank: int, target: int) -> list[torch.Tensor]:
+    return [call.inputs[target]] if rank == call.root else []
+
+
+def _one_each(call: Call, rank: int, target: int) -> list[torch.Tensor]:
+    return [call.inputs[target]]
+
+
+def _rows(call: Call, rank: int, target: int) -> list[torch.Tensor]:
+    splits = call.in_splits or [0]
+    first = sum(splits[:target])
+    return [call.inputs[0].detach()[first : first + splits[target]]]
+
+
+def _slices(call: Call, rank: int, target: int) -> list[torch.Tensor]:
+    per_output = len(call.inputs) // len(call.outputs)
+    if per_output > 1:
+        return [call.inputs[i + target] for i in range(0, len(call.inputs), per_output)]
+    result = []
+    for given, output in zip(call.inputs, call.outputs, strict=True):
+        size = output.numel()
+        result.append(given.detach().reshape(-1)[target * size : (target + 1) * size])
+    return result
+
+
+_PARTS: Final[dict[str, Callable[[Call, int, int], list[torch.Tensor]]]] = {
+    "all_gather": _everything,
+    "all_reduce": _everything,
+    "all_to_all": _one_each,
+    "all_to_all_single": _rows,
+    "barrier": _nothing,
+    "broadcast": _everything_from_root,
+    "gather": _everything_to_root,
+    "reduce": _everything_to_root,
+    "reduce_scatter": _slices,
+    "scatter": _one_each_from_root,
+}
+
+# -- what a rank makes of what it got ---------------------------------------------------------
+
+_Given = Sequence[Sequence[torch.Tensor]]
+
+
+def _copy(outputs: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    for output, value in zip(outputs, values, strict=True):
+        output.detach().copy_(value.detach().view_as(output))
 
 
 def _reduce(tensors: Sequence[torch.Tensor], op: str) -> torch.Tensor:
@@ -129,95 +287,67 @@ _REDUCE: Final[dict[str, Callable[[torch.Tensor, torch.Tensor], Any]]] = {
 }
 
 
-def _all_gather(calls: Sequence[Call], rank: int) -> None:
-    outputs = calls[rank].outputs
-    for i in range(len(calls[rank].inputs)):
-        parts = [call.inputs[i].detach() for call in calls]
-        per_input = len(outputs) // len(calls[rank].inputs)
-        mine = outputs[i * per_input : (i + 1) * per_input]
+def _totals(call: Call, given: _Given) -> list[torch.Tensor]:
+    op = call.reduce_op or "SUM"
+    return [_reduce(tensors, op) for tensors in zip(*given, strict=True)]
+
+
+def _all_gather(call: Call, given: _Given, rank: int) -> None:
+    per_input = len(call.outputs) // len(call.inputs)
+    for i, tensors in enumerate(zip(*given, strict=True)):
         if per_input == 1:
-            flat = mine[0].detach().view(-1)
-            torch.cat([part.reshape(-1) for part in parts], out=flat)
+            flat = call.outputs[i].detach().view(-1)
+            torch.cat([tensor.detach().reshape(-1) for tensor in tensors], out=flat)
         else:
-            for output, part in zip(mine, parts, strict=True):
-                output.detach().copy_(part.view_as(output))
+            _copy(call.outputs[i * per_input : (i + 1) * per_input], tensors)
 
 
-def _reduce_scatter(calls: Sequence[Call], rank: int) -> None:
-    outputs = calls[rank].outputs
-    per_output = len(calls[rank].inputs) // len(outputs)
-    op = calls[rank].reduce_op or "SUM"
-    for i, output in enumerate(outputs):
-        if per_output == 1:
-            size = output.numel()
-            parts = [c.inputs[i].reshape(-1)[rank * size : (rank + 1) * size] for c in calls]
-        else:
-            parts = [c.inputs[i * per_output + rank].reshape(-1) for c in calls]
-        output.detach().copy_(_reduce(parts, op).view_as(output))
+def _take_totals(call: Call, given: _Given, rank: int) -> None:
+    _copy(call.outputs, _totals(call, given))
 
 
-def _all_reduce(calls: Sequence[Call], ranks: Sequence[int]) -> None:
-    op = calls[0].reduce_op or "SUM"
-    for i in range(len(calls[0].inputs)):
-        total = _reduce([call.inputs[i] for call in calls], op)
-        for rank in ranks:
-            output = calls[rank].outputs[i]
-            output.detach().copy_(total.view_as(output))
+def _reduce_at_root(call: Call, given: _Given, rank: int) -> None:
+    if rank == call.root:
+        _copy(call.outputs, _totals(call, given))
 
 
-def _reduce_to_root(calls: Sequence[Call], rank: int) -> None:
-    if rank == calls[rank].root:
-        _all_reduce(calls, [rank])
-
-
-def _all_to_all_single(calls: Sequence[Call], rank: int) -> None:
-    output = calls[rank].outputs[0].detach()
-    wanted = _splits(calls[rank].out_splits, output, len(calls))
+def _all_to_all_single(call: Call, given: _Given, rank: int) -> None:
+    output = call.outputs[0].detach()
     start = 0
-    for source, call in enumerate(calls):
-        splits = _splits(call.in_splits, call.inputs[0], len(calls))
-        first = sum(splits[:rank])
-        part = call.inputs[0].detach()[first : first + splits[rank]]
-        output[start : start + wanted[source]].copy_(part.view_as(output[start : start + wanted[source]]))
-        start += wanted[source]
+    for rows, [part] in zip(call.out_splits or [], given, strict=True):
+        target = output[start : start + rows]
+        target.copy_(part.view_as(target))
+        start += rows
 
 
-def _all_to_all(calls: Sequence[Call], rank: int) -> None:
-    for output, call in zip(calls[rank].outputs, calls, strict=True):
-        output.detach().copy_(call.inputs[rank].detach().view_as(output))
+def _take_one_each(call: Call, given: _Given, rank: int) -> None:
+    _copy(call.outputs, [tensor for [tensor] in given])
 
 
-def _broadcast(calls: Sequence[Call], rank: int) -> None:
-    root = calls[rank].root or 0
-    if rank != root:
-        for output, source in zip(calls[rank].outputs, calls[root].inputs, strict=True):
-            output.detach().copy_(source.detach().view_as(output))
+def _take_all_from_root(call: Call, given: _Given, rank: int) -> None:
+    root = call.root or 0
+    if given[root]:
+        _copy(call.outputs, given[root])
 
 
-def _scatter(calls: Sequence[Call], rank: int) -> None:
-    root = calls[rank].root or 0
-    output = calls[rank].outputs[0]
-    output.detach().copy_(calls[root].inputs[rank].detach().view_as(output))
+def _gather(call: Call, given: _Given, rank: int) -> None:
+    if rank == call.root:
+        _copy(call.outputs, [tensor for [tensor] in given])
 
 
-def _gather(calls: Sequence[Call], rank: int) -> None:
-    if rank == calls[rank].root:
-        for output, call in zip(calls[rank].outputs, calls, strict=True):
-            output.detach().copy_(call.inputs[0].detach().view_as(output))
-
-
-def _barrier(calls: Sequence[Call], rank: int) -> None:
+def _finish_nothing(call: Call, given: _Given, rank: int) -> None:
     """A barrier moves no data."""
 
 
-_COMPLETE: Final[dict[str, Callable[[Sequence[Call], int], None]]] = {
+_FINISH: Final[dict[str, Callable[[Call, _Given, int], None]]] = {
     "all_gather": _all_gather,
-    "reduce_scatter": _reduce_scatter,
-    "reduce": _reduce_to_root,
+    "all_reduce": _take_totals,
+    "all_to_all": _take_one_each,
     "all_to_all_single": _all_to_all_single,
-    "all_to_all": _all_to_all,
-    "broadcast": _broadcast,
-    "scatter": _scatter,
+    "barrier": _finish_nothing,
+    "broadcast": _take_all_from_root,
     "gather": _gather,
-    "barrier": _barrier,
+    "reduce": _reduce_at_root,
+    "reduce_scatter": _take_totals,
+    "scatter": _take_all_from_root,
 }

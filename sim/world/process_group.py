@@ -1,9 +1,10 @@
-"""A torch.distributed process group whose ranks live in one process.
+"""A torch.distributed process group of fake ranks.
 
 Every method packs its arguments into a `Call` and hands it to a transport. `InProcess` matches the
-calls of all ranks in place; the gloo world brings another transport for the same class, so both
-worlds share one meaning of every collective.
+calls of all ranks in place and `Gloo` exchanges them between processes; both worlds share one class
+and one meaning of every collective.
 """
+# ruff: noqa: ANN401, D102 - methods of torch.distributed.ProcessGroup, called from C++ and torch
 
 from __future__ import annotations
 
@@ -13,14 +14,15 @@ from typing import Any, Final, Protocol
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 from torch.futures import Future
 
 from real.trace import OpKind
-from sim.cuda.device import active_device
+from sim.cuda.device import FakeDevice, active_device
 from sim.world import collectives
 from sim.world.collectives import Call
-from sim.world.faults import SkipCollective, SwapCollectives
-from sim.world.world import MismatchError, World, current_world
+from sim.world.faults import Disturber
+from sim.world.world import current_world
 
 BACKEND: Final = "fakeworld"
 
@@ -43,7 +45,7 @@ class Handle(Protocol):
     """A collective on its way."""
 
     def is_done(self) -> bool:
-        """Returns whether the outputs are written."""
+        """Tells whether the outputs are written; lets other ranks run while they are not."""
         ...
 
     def wait(self) -> None:
@@ -53,6 +55,12 @@ class Handle(Protocol):
 
 class Transport(Protocol):
     """Moves the calls of one rank to the other ranks of a group."""
+
+    disturber: Disturber
+
+    def open(self, group: FakeProcessGroup) -> None:
+        """Gets ready to serve a new group; all its ranks open it."""
+        ...
 
     def start(self, group: FakeProcessGroup, n: int, call: Call) -> Handle:
         """Issues the group's collective number `n`."""
@@ -70,11 +78,17 @@ class Transport(Protocol):
 class _Work(dist.Work):
     """What an asynchronous call returns; done when its last call is done."""
 
-    def __init__(self, group: FakeProcessGroup, handles: Sequence[tuple[int, Handle]], result: Any):
+    def __init__(
+        self, group: FakeProcessGroup, handles: Sequence[tuple[int, Handle]], result: Any
+    ) -> None:
         super().__init__()
         self._group = group
         self._handles = list(handles)
         self._result = result
+
+    @property
+    def is_waited_for(self) -> bool:
+        return not self._handles
 
     def is_completed(self) -> bool:
         return all(handle.is_done() for _, handle in self._handles)
@@ -110,7 +124,10 @@ class _Done:
         return None
 
 
-class FakeProcessGroup(dist.ProcessGroup):
+_ProcessGroup: Any = dist.ProcessGroup  # its methods are overloaded in C++
+
+
+class FakeProcessGroup(_ProcessGroup):  # type: ignore[misc]
     """A process group of fake ranks.
 
     Args:
@@ -129,16 +146,16 @@ class FakeProcessGroup(dist.ProcessGroup):
         self._num_calls = 0
         self._num_messages: dict[tuple[int, int], int] = {}
         self._coalesced: list[tuple[int, Handle]] | None = None
-        self._held_back: tuple[int, Call] | None = None
-        # A Work that C++ alone holds would lose its Python half; kept until it is done.
+        # A Work that C++ alone holds would lose its Python half; kept until it is waited for.
         self._works: list[_Work] = []
+        transport.open(self)
         active_device().recorder.record(OpKind.GROUP, group=name, ranks=list(ranks))
 
     # -- identity ---------------------------------------------------------------------------
 
     @property
     def group_name(self) -> str:
-        """torch's name of the group."""
+        """The name that torch has for the group."""
         return self._name
 
     def size(self) -> int:
@@ -148,6 +165,9 @@ class FakeProcessGroup(dist.ProcessGroup):
     def getBackendName(self) -> str:
         """Returns the backend's name."""
         return BACKEND
+
+    def _get_backend(self, device: Any) -> FakeProcessGroup:
+        return self  # torch asks it which calls it can join into one
 
     def __repr__(self) -> str:
         return f"FakeProcessGroup({self._name!r}, rank {self.group_rank} of {self.ranks})"
@@ -165,14 +185,28 @@ class FakeProcessGroup(dist.ProcessGroup):
         )
 
     def _issue(self, call: Call, opts: Any, result: Any) -> dist.Work:
+        collectives.check_sizes(call, len(self.ranks))
         is_async = bool(getattr(opts, "asyncOp", False)) or self._coalesced is not None
-        handles = [self._start(call, is_async)]
-        return self._finish(handles, is_async, result)
+        if len(self.ranks) == 1:
+            return self._finish([self._start(call, is_async)], is_async, result)
+        disturber = self._transport.disturber
+        if disturber.holds(lambda: self._issue_late(call, is_async)):
+            return _Work(self, [], result)
+        work = self._finish([self._start(call, is_async)], is_async, result)
+        disturber.release()
+        return work
+
+    def _issue_late(self, call: Call, is_async: bool) -> None:
+        """Issues a collective whose caller was told that it is done."""
+        _, handle = self._start(call, is_async)
+        if not is_async:
+            handle.wait()
 
     def _start(self, call: Call, is_async: bool) -> tuple[int, Handle]:
         device = active_device()
         n = self._num_calls
         self._num_calls = n + 1
+        call.unit = device.recorder.unit
         device.recorder.record(
             OpKind.COLLECTIVE,
             stream=device.current_stream().stream_id,
@@ -182,13 +216,13 @@ class FakeProcessGroup(dist.ProcessGroup):
             bytes=call.num_bytes,
             dtype=call.dtype,
             **{"async": is_async},
-            unit=device.recorder.unit,
+            unit=call.unit,
+            reads=_storage_ids(device, call.inputs),
+            writes=_storage_ids(device, call.outputs),
         )
         return n, self._transport.start(self, n, call)
 
-    def _finish(
-        self, handles: list[tuple[int, Handle]], is_async: bool, result: Any
-    ) -> dist.Work:
+    def _finish(self, handles: list[tuple[int, Handle]], is_async: bool, result: Any) -> dist.Work:
         if self._coalesced is not None:
             self._coalesced.extend(handles)
         elif not is_async:
@@ -197,7 +231,7 @@ class FakeProcessGroup(dist.ProcessGroup):
             handles = []
         work = _Work(self, handles, result)
         if handles:
-            self._works = [w for w in self._works if not w.is_completed()]
+            self._works = [w for w in self._works if not w.is_waited_for]
             self._works.append(work)
         return work
 
@@ -213,8 +247,6 @@ class FakeProcessGroup(dist.ProcessGroup):
 
     def allgather(self, output_tensors: Any, input_tensor: Any, opts: Any = None) -> dist.Work:
         call = Call(kind="all_gather", inputs=[input_tensor[0]], outputs=list(output_tensors[0]))
-        if len(call.outputs) == 1:
-            call.outputs = [call.outputs[0]]
         return self._issue(call, opts, output_tensors)
 
     def _allgather_base(self, output: Any, input: Any, opts: Any = None) -> dist.Work:
@@ -291,10 +323,13 @@ class FakeProcessGroup(dist.ProcessGroup):
             kind="all_to_all_single",
             inputs=[input],
             outputs=[output],
-            in_splits=_as_list(input_splits),
-            out_splits=_as_list(output_splits),
+            in_splits=_as_list(input_splits) or self._even_splits(input),
+            out_splits=_as_list(output_splits) or self._even_splits(output),
         )
         return self._issue(call, opts, [output])
+
+    def _even_splits(self, tensor: torch.Tensor) -> list[int]:
+        return collectives.even_splits(tensor, len(self.ranks))
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         call = Call(kind="all_to_all", inputs=list(inputs), outputs=list(outputs))
@@ -340,7 +375,14 @@ class FakeProcessGroup(dist.ProcessGroup):
             dtype=str(tensor.dtype).removeprefix("torch."),
             **{"async": True},
             unit=device.recorder.unit,
+            reads=_storage_ids(device, [tensor] if kind == "send" else []),
+            writes=_storage_ids(device, [tensor] if kind == "recv" else []),
         )
+
+
+def _storage_ids(device: FakeDevice, tensors: Sequence[torch.Tensor]) -> list[int]:
+    ids = (device.storage_id(tensor.untyped_storage()) for tensor in tensors)
+    return list(dict.fromkeys(ids))
 
 
 def _op_of(opts: Any) -> str:
@@ -353,162 +395,16 @@ def _as_list(splits: Any) -> list[int] | None:
     return [int(n) for n in splits] or None
 
 
-# -- the in-process transport -----------------------------------------------------------------
-
-
-class _Meeting:
-    """One collective of one group: who has arrived, and with what."""
-
-    def __init__(self, ranks: list[int]) -> None:
-        self.ranks = ranks
-        self.calls: dict[int, Call] = {}
-        self.is_done = False
-
-
-class _MeetingHandle:
-    def __init__(self, world: World, rank: int, meeting: _Meeting, standing: str) -> None:
-        self._world = world
-        self._rank = rank
-        self._meeting = meeting
-        self._standing = standing
-
-    def is_done(self) -> bool:
-        return self._meeting.is_done
-
-    def wait(self) -> None:
-        if self._meeting.is_done:
-            return
-        meeting = self._meeting
-        missing = [r for i, r in enumerate(meeting.ranks) if i not in meeting.calls]
-        standing = f"{self._standing}, waits for rank {', '.join(map(str, missing))}"
-        self._world.wait_until(self._rank, self.is_done, standing)
-
-
-class _MessageHandle:
-    def __init__(self, world: World, rank: int, key: tuple[Any, ...], tensor: torch.Tensor) -> None:
-        self._world = world
-        self._rank = rank
-        self._key = key
-        self._tensor = tensor
-        self._is_done = False
-
-    def is_done(self) -> bool:
-        if not self._is_done and self._key in self._world.rendezvous:
-            message = self._world.rendezvous.pop(self._key)
-            with torch.no_grad():
-                self._tensor.detach().copy_(message.view_as(self._tensor))
-            self._is_done = True
-        return self._is_done
-
-    def wait(self) -> None:
-        _, group, source, _, n = self._key
-        standing = f"in recv #{n} of group {group!r}, waits for a message of group rank {source}"
-        self._world.wait_until(self._rank, self.is_done, standing)
-
-
-class InProcess:
-    """Matches the calls of ranks that share this process."""
-
-    def __init__(self, world: World, rank: int) -> None:
-        self._world = world
-        self._rank = rank
-        self._num_issued = 0
-        self._held_back: tuple[FakeProcessGroup, int, Call] | None = None
-
-    def start(self, group: FakeProcessGroup, n: int, call: Call) -> Handle:
-        """Joins the meeting of collective `n`, and completes it when this rank is the last."""
-        index = self._num_issued
-        self._num_issued = index + 1
-        for fault in self._world.faults:
-            if fault.rank == self._rank and fault.index == index:
-                if isinstance(fault, SkipCollective):
-                    group._num_calls -= 1
-                    return _Done()
-                if isinstance(fault, SwapCollectives):
-                    group._num_calls -= 1
-                    self._held_back = (group, n, call)
-                    return _Done()
-        handle = self._join(group, n, call)
-        if self._held_back is not None:
-            held_group, _, held_call = self._held_back
-            self._held_back = None
-            held_n = held_group._num_calls
-            held_group._num_calls = held_n + 1
-            self._join(held_group, held_n, held_call)
-        return handle
-
-    def _join(self, group: FakeProcessGroup, n: int, call: Call) -> Handle:
-        world = self._world
-        key = (group.group_name, tuple(group.ranks), n)
-        meeting = world.rendezvous.get(key)
-        if meeting is None:
-            meeting = world.rendezvous[key] = _Meeting(group.ranks)
-        standing = self._standing(group, n, call)
-        self._compare(group, n, call, meeting, standing)
-        meeting.calls[group.group_rank] = call
-        if len(meeting.calls) == len(group.ranks):
-            del world.rendezvous[key]
-            calls = [meeting.calls[i] for i in range(len(group.ranks))]
-            self._check_splits(calls, standing)
-            collectives.complete(calls, range(len(calls)))
-            meeting.is_done = True
-            world.wake(group.ranks)
-        return _MeetingHandle(world, self._rank, meeting, standing)
-
-    def _standing(self, group: FakeProcessGroup, n: int, call: Call) -> str:
-        unit = active_device().recorder.unit
-        at = "" if unit is None else f" for FSDP unit {unit!r}"
-        return f"in {call.kind} #{n} of group {group.group_name!r} (ranks {group.ranks}){at}"
-
-    def _compare(
-        self, group: FakeProcessGroup, n: int, call: Call, meeting: _Meeting, standing: str
-    ) -> None:
-        mine = call.signature()
-        for other_rank, other in meeting.calls.items():
-            theirs = other.signature()
-            different = [k for k in {**mine, **theirs} if mine.get(k) != theirs.get(k)]
-            if different:
-                what = "; ".join(
-                    f"{k}: expected {theirs.get(k)}, got {mine.get(k)}" for k in different
-                )
-                self._world.note(self._rank, standing)
-                raise MismatchError(
-                    f"Collective #{n} of group {group.group_name!r} does not match: rank "
-                    f"{group.ranks[other_rank]} calls {other.kind}, rank {self._rank} calls "
-                    f"{call.kind} ({what})."
-                )
-
-    def _check_splits(self, calls: list[Call], standing: str) -> None:
-        if calls[0].kind == "all_to_all_single":
-            problem = collectives.check_all_to_all(calls)
-            if problem is not None:
-                self._world.note(self._rank, standing)
-                raise MismatchError(f"All-to-all splits do not match, {standing}: {problem}.")
-
-    def send(self, group: FakeProcessGroup, n: int, tensor: torch.Tensor, target: int) -> None:
-        """Leaves a copy for the receiver."""
-        key = ("message", group.group_name, group.group_rank, target, n)
-        self._world.rendezvous[key] = tensor.detach().clone()
-        self._world.wake([group.ranks[target]])
-
-    def receive(self, group: FakeProcessGroup, n: int, tensor: torch.Tensor, source: int) -> Handle:
-        """Takes the copy that the sender left, or waits for it."""
-        key = ("message", group.group_name, source, group.group_rank, n)
-        return _MessageHandle(self._world, self._rank, key, tensor)
-
-
 def _create(options: Any, _: Any) -> FakeProcessGroup:
     world, rank = current_world()
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
-    transport = world.transport_of(rank)
+    transport: Transport = world.transport_of(rank)
     return FakeProcessGroup(transport, options.group_id, options.group_rank, ranks)
 
 
 def init_process_group(rank: int, world_size: int) -> None:
     """Starts torch.distributed for one rank of the calling thread's world."""
     if BACKEND not in dist.Backend.backend_list:
-        dist.Backend.register_backend(
-            BACKEND, _create, extended_api=True, devices=["cpu", "cuda"]
-        )
+        dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
     # The store is there because torch wants one; nobody waits for a key in it.
-    dist.init_process_group(BACKEND, store=dist.HashStore(), rank=rank, world_size=world_size)
+    dist.init_process_group(BACKEND, store=HashStore(), rank=rank, world_size=world_size)

@@ -3,11 +3,13 @@
 Frameworks keep process-wide state in globals because one process is one rank. Here many ranks share
 a process and one runs at a time, so it is enough to put each rank's values in place before it runs.
 """
+# ruff: noqa: ANN401 - a global may hold anything
 
 from __future__ import annotations
 
 import copy
 import random
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -45,12 +47,19 @@ class RankState:
 
 
 def torch_state() -> list[RankState]:
-    """Returns torch's own process-wide state: the registry of process groups."""
+    """Returns process-wide state of torch and Python: process groups and warning filters.
+
+    `warnings.catch_warnings` puts back the filters that it found, so two ranks inside it at once
+    would leave each other's behind.
+    """
     registries = [name for name in _C10D_REGISTRIES if hasattr(c10d, name)]
     return [
         RankState(owner=c10d, name="_world", initial=lambda _: c10d._World()),
         RankState(owner=c10d, name="_group_count", initial=lambda _: 0),
         *(RankState(owner=c10d, name=name, initial=lambda _: {}) for name in registries),
+        RankState(owner=warnings, name="filters"),
+        RankState(owner=warnings, name="showwarning"),
+        RankState(owner=warnings, name="_showwarnmsg_impl"),
     ]
 
 
@@ -85,6 +94,10 @@ class StateSet:
         self._values = [vars(owner).get(name, _MISSING) for owner, name in self._slots]
         self._torch_rng = _get_rng_state()
         self._python_rng = random.getstate()
+
+    def clear(self) -> None:
+        """Lets go of all values."""
+        self._slots, self._values = [], []
 
 
 def snapshot(names: Iterable[RankState]) -> StateSet:

@@ -1,31 +1,45 @@
 """All ranks in one process: a thread each, one running at a time.
 
 [Note: when ranks switch]
-A rank runs until it has to wait: for a collective whose other ranks have not arrived, for a message,
-or for its own end. The next rank is drawn from those that can run, with a generator of its own, so
-the order depends on the schedule seed alone and not on the operating system.
+A rank runs until it has to wait: for a collective whose other ranks have not arrived, for a
+message, or for its own end. The next rank is drawn from those that can run, with a generator of its
+own, so the order depends on the schedule seed alone and not on the operating system.
+
+[Note: how a run ends early]
+The first failure is kept and every rank that gets its turn after it raises `_Abort` where it waits,
+so its `finally` blocks run, one rank at a time. Nobody wakes anybody for that: once there is a
+failure, a rank that waits counts as one that can run.
 """
+# ruff: noqa: ANN401 - a body returns anything
 
 from __future__ import annotations
 
+import ctypes
 import random
+import sys
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any, Final, Protocol
 
 import torch
 
+from sim.world.faults import Fault
+from sim.world.place import MismatchError, Place
 from sim.world.state import RankState, StateSet, snapshot, torch_state
 
-if TYPE_CHECKING:
-    from sim.world.faults import Fault
+_set_thread_isolation_mode: Any = torch._C._distributed_c10d._set_thread_isolation_mode  # type: ignore[attr-defined]
+_MAX_IDLE_POLLS: Final = 1000
+_GRACE_S: Final = 1.0
+"""How long an interrupted run may take to reach a point where ranks switch."""
 
 
 class WorldError(RuntimeError):
     """A rank failed, a collective did not match, or no rank can go on.
 
     Attributes:
+        problem: What went wrong, in one line.
         rank: The rank at which it was noticed, or None for a deadlock.
         standing: One line a rank: where it stands.
     """
@@ -38,10 +52,22 @@ class WorldError(RuntimeError):
         self.problem = problem
         self.rank = rank
         self.standing = standing
+        self.replay = replay
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _world_error, (self.problem, self.rank, self.standing, self.replay)
 
 
-class MismatchError(RuntimeError):
-    """Two ranks call different collectives at the same place of one group's sequence."""
+def _world_error(problem: str, rank: int | None, standing: list[str], replay: str) -> WorldError:
+    return WorldError(problem, rank=rank, standing=standing, replay=replay)
+
+
+class LeftOver(Protocol):
+    """Something that should be gone at the end of a run."""
+
+    def left_over(self) -> str | None:
+        """Says what never happened, or None."""
+        ...
 
 
 class _Abort(BaseException):
@@ -50,40 +76,85 @@ class _Abort(BaseException):
 
 class _Status(Enum):
     READY = "ready"
+    RUNNING = "running"
     WAITING = "waiting"
     FINISHED = "finished"
     FAILED = "failed"
 
 
 class _Rank:
-    def __init__(self, index: int, state: StateSet) -> None:
+    def __init__(self, index: int, state: StateSet, faults: Sequence[Fault]) -> None:
         self.index = index
         self.state = state
+        self.faults = faults
         self.status = _Status.READY
-        self.standing = "not started"
+        self.place: Place | None = None
+        self.waiting: Callable[[], str] | None = None
+        self.raised: str | None = None
+        self.handling: str | None = None
+        self.is_started = False
+        self.is_unwinding = False
+        self.thread: threading.Thread | None = None
         self.result: Any = None
         self.transport: Any = None
         self.baton = threading.Lock()
         self.baton.acquire()
 
+    def standing(self) -> str:
+        """Says where the rank stands now."""
+        if self.raised is not None:
+            return f"raised {self.raised}{self._after()}"
+        if self.status is _Status.FINISHED:
+            return "finished"
+        if self.waiting is not None:
+            handling = f", while it handles {self.handling}" if self.handling else ""
+            return self.waiting() + handling
+        if not self.is_started:
+            return "not started"
+        return f"running{self._after()}"
+
+    def _after(self) -> str:
+        return "" if self.place is None else f", last in {self.place}"
+
+
+class Host(Protocol):
+    """What a process group needs from a world."""
+
+    def transport_of(self, rank: int) -> Any:
+        """Returns what moves the data of one rank's collectives."""
+        ...
+
 
 class _Current(threading.local):
-    world: World | None = None
+    host: Host | None = None
     rank: int | None = None
 
 
 _current = _Current()
 
 
-def current_world() -> tuple[World, int]:
+def current_world() -> tuple[Host, int]:
     """Returns the world and the rank of the calling thread.
 
     Raises:
         RuntimeError: The thread is no rank of a world.
     """
-    if _current.world is None or _current.rank is None:
+    if _current.host is None or _current.rank is None:
         raise RuntimeError("Cannot ask for the current world outside a rank; use World.run().")
-    return _current.world, _current.rank
+    return _current.host, _current.rank
+
+
+def enter_world(host: Host | None, rank: int | None) -> None:
+    """Makes the calling thread a rank of a world; None and None takes it out again."""
+    _current.host, _current.rank = host, rank
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Failure:
+    rank: int | None
+    problem: str
+    cause: BaseException | None
+    standing: list[str]
 
 
 class World:
@@ -95,6 +166,10 @@ class World:
         state: Globals that each rank has for itself, beside torch's.
         faults: Disturbances to inject.
         replay: The command that repeats this run, for messages.
+
+    Attributes:
+        rendezvous: What ranks have left for other ranks, by a key of the transport's.
+        num_switches: How many times a rank got its turn.
     """
 
     def __init__(
@@ -108,67 +183,80 @@ class World:
     ) -> None:
         if num_ranks < 1:
             raise ValueError(f"Expected at least 1 rank, got {num_ranks}.")
+        for fault in faults:
+            if fault.rank not in range(num_ranks):
+                raise ValueError(f"Expected a fault of rank 0 to {num_ranks - 1}, got {fault}.")
         self.num_ranks = num_ranks
         self.faults = tuple(faults)
         self.rendezvous: dict[tuple[Any, ...], Any] = {}
         self.num_switches = 0
+        self._num_idle_polls = 0
         self._order = random.Random(schedule_seed)
         self._state = [*torch_state(), *state]
         self._replay = replay
         self._ranks: list[_Rank] = []
-        self._failure: tuple[int | None, str, BaseException | None] | None = None
-        self._finished = threading.Event()
+        self._failure: _Failure | None = None
+        self._ended = threading.Event()
 
     def run(self, body: Callable[[int], Any]) -> list[Any]:
         """Calls `body(rank)` on every rank and returns the results in rank order.
 
+        A world runs once.
+
         Raises:
             WorldError: A rank raised, a collective did not match or all ranks wait; the cause is
                 chained. No rank is left running.
+            KeyboardInterrupt: All ranks were unwound first.
         """
+        if self._ranks:
+            raise RuntimeError("Cannot run a world twice; make another one.")
         outside = snapshot(self._state)
         num_threads = torch.get_num_threads()
         torch.set_num_threads(1)  # the operations are tiny: more threads only add hand-overs
-        torch._C._distributed_c10d._set_thread_isolation_mode(True)
+        _set_thread_isolation_mode(True)
         try:
-            self._ranks = [_Rank(i, StateSet(self._state)) for i in range(self.num_ranks)]
-            threads = [
-                threading.Thread(target=self._run_rank, args=(rank, body), name=f"rank{rank.index}")
-                for rank in self._ranks
+            self._ranks = [
+                _Rank(i, StateSet(self._state), self.faults) for i in range(self.num_ranks)
             ]
-            for thread in threads:
-                thread.start()
-            self._hand_over()
-            self._finished.wait()
-            for thread in threads:
-                thread.join()
+            self._run_threads(body)
         finally:
             outside.install()
             torch.set_num_threads(num_threads)
-            torch._C._distributed_c10d._set_thread_isolation_mode(False)
+            _set_thread_isolation_mode(False)
+        results = [rank.result for rank in self._ranks]
+        if self._failure is None:
+            self._check_left_over()
+        for rank in self._ranks:
+            rank.state.clear()
         if self._failure is not None:
-            rank, problem, cause = self._failure
+            failure = self._failure
             raise WorldError(
-                problem, rank=rank, standing=self._final_standing, replay=self._replay
-            ) from cause
-        return [rank.result for rank in self._ranks]
+                failure.problem, rank=failure.rank, standing=failure.standing, replay=self._replay
+            ) from failure.cause
+        return results
 
-    def wait_until(self, rank: int, is_done: Callable[[], bool], standing: str) -> None:
+    # -- what a transport calls, in the thread of a rank --------------------------------------
+
+    def wait_until(
+        self, rank: int, is_done: Callable[[], bool], standing: Callable[[], str]
+    ) -> None:
         """Lets other ranks run until `is_done()`; `standing` says what this rank waits for.
 
         Must be called by the thread of `rank`. Whoever makes `is_done` true calls `wake`.
         """
-        me = self._ranks[rank]
         self._raise_if_aborted()
         while not is_done():
-            me.status = _Status.WAITING
-            me.standing = standing
-            me.state.save()
-            self._hand_over()
-            me.baton.acquire()
-            self._raise_if_aborted()
-            me.state.install()
-        me.standing = "running"
+            self._yield(self._ranks[rank], _Status.WAITING, standing)
+
+    def give_turn(self, rank: int, standing: Callable[[], str]) -> None:
+        """Lets other ranks run once: for a rank that polls instead of waiting."""
+        others = [r for r in self._ranks if r.status is _Status.READY]
+        self._num_idle_polls = 0 if others else self._num_idle_polls + 1
+        if self._num_idle_polls > _MAX_IDLE_POLLS:
+            self._ranks[rank].waiting = standing
+            self._fail(None, "Deadlock: a rank polls for what no other rank will do.", None)
+        self._raise_if_aborted()
+        self._yield(self._ranks[rank], _Status.READY, standing)
 
     def wake(self, ranks: Sequence[int]) -> None:
         """Tells waiting ranks to look again."""
@@ -176,75 +264,200 @@ class World:
             if self._ranks[index].status is _Status.WAITING:
                 self._ranks[index].status = _Status.READY
 
-    def note(self, rank: int, standing: str) -> None:
-        """Says where a rank stands that is about to raise."""
-        self._ranks[rank].standing = standing
+    def note(self, rank: int, place: Place) -> None:
+        """Notes the newest collective or message of a rank."""
+        self._raise_if_aborted()
+        me = self._ranks[rank]
+        me.place = place
+        error = sys.exception()
+        me.handling = None if error is None else f"{type(error).__name__}: {error}"
+
+    def mismatch(self, rank: int, problem: str) -> MismatchError:
+        """Ends the run, and returns the error for the rank to raise; catching it is no help."""
+        error = MismatchError(problem)
+        self._ranks[rank].raised = type(error).__name__
+        self._fail(rank, problem, error)
+        return error
 
     def transport_of(self, rank: int) -> Any:
         """Returns what moves the data of one rank's collectives, made at first use."""
-        from sim.world.process_group import InProcess
+        from sim.world.in_process import InProcess
 
         me = self._ranks[rank]
         if me.transport is None:
-            me.transport = InProcess(self, rank)
+            me.transport = InProcess(self, rank, self.faults)
         return me.transport
 
     def standing(self) -> list[str]:
         """Returns one line a rank: where it stands."""
-        return [f"rank {rank.index}: {rank.standing}" for rank in self._ranks]
+        return [f"rank {rank.index}: {rank.standing()}" for rank in self._ranks]
 
-    def _raise_if_aborted(self) -> None:
-        if self._failure is not None:
-            raise _Abort
+    # -- turns --------------------------------------------------------------------------------
+
+    def _yield(self, me: _Rank, status: _Status, standing: Callable[[], str]) -> None:
+        me.waiting = standing
+        me.state.save()
+        me.status = status
+        self._hand_over()
+        me.baton.acquire()
+        me.status = _Status.RUNNING
+        self._raise_if_aborted()
+        me.state.install()
+        me.waiting = None
+
+    def _hand_over(self) -> None:
+        """Gives the turn to the next rank; when there is none, all have ended."""
+        ready = self._ready()
+        if not ready and any(rank.status is _Status.WAITING for rank in self._ranks):
+            waiting = [str(r.index) for r in self._ranks if r.status is _Status.WAITING]
+            self._fail(None, f"Deadlock: no rank can go on; waiting: {', '.join(waiting)}.", None)
+            ready = self._ready()
+        if ready:
+            self.num_switches += 1
+            chosen = ready[0] if len(ready) == 1 else self._order.choice(ready)
+            chosen.status = _Status.RUNNING
+            chosen.baton.release()
+
+    def _ready(self) -> list[_Rank]:
+        # [Note: how a run ends early]
+        can_run = (_Status.READY,) if self._failure is None else (_Status.READY, _Status.WAITING)
+        return [rank for rank in self._ranks if rank.status in can_run]
 
     def _run_rank(self, me: _Rank, body: Callable[[int], Any]) -> None:
         me.baton.acquire()
         try:
             self._raise_if_aborted()
-            _current.world, _current.rank = self, me.index
+            me.is_started = True
+            enter_world(self, me.index)
             me.state.install()
-            me.standing = "running"
             me.result = body(me.index)
-            me.status, me.standing = _Status.FINISHED, "finished"
+            me.status = _Status.FINISHED
+            me.state.save()
         except _Abort:
             me.status = _Status.FAILED
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - whatever ends a rank ends the run
             me.status = _Status.FAILED
-            if not isinstance(error, MismatchError):
-                me.standing = f"raised {type(error).__name__}"
-            self._fail(me.index, _describe(me.index, error), error)
+            me.raised = type(error).__name__
+            self._fail(me.index, describe(me.index, error), error)
         finally:
-            _current.world = _current.rank = None
+            me.is_unwinding = True
+            enter_world(None, None)
             self._hand_over()
 
-    def _fail(self, rank: int | None, problem: str, cause: BaseException | None) -> None:
+    def _raise_if_aborted(self) -> None:
         if self._failure is not None:
-            return  # what happens while the others unwind is a consequence
-        self._failure = (rank, problem, cause)
-        self._final_standing = self.standing()
-        for other in self._ranks:
-            if other.status is _Status.WAITING:
-                other.status = _Status.READY
+            raise _Abort
 
-    def _hand_over(self) -> None:
-        """Gives the turn to the next rank, or ends the run."""
-        ready = [rank for rank in self._ranks if rank.status is _Status.READY]
-        if not ready and any(rank.status is _Status.WAITING for rank in self._ranks):
-            self._fail(None, self._deadlock_text(), None)
-            ready = [rank for rank in self._ranks if rank.status is _Status.READY]
-        if not ready:
-            self._finished.set()
-            return
-        self.num_switches += 1
-        chosen = ready[0] if len(ready) == 1 else self._order.choice(ready)
-        chosen.baton.release()
+    def _fail(self, rank: int | None, problem: str, cause: BaseException | None) -> None:
+        if self._failure is None:  # what happens while the others unwind is a consequence
+            self._failure = _Failure(
+                rank=rank, problem=problem, cause=cause, standing=self.standing()
+            )
 
-    def _deadlock_text(self) -> str:
-        waiting = [str(r.index) for r in self._ranks if r.status is _Status.WAITING]
-        return f"Deadlock: no rank can go on; waiting: {', '.join(waiting)}."
+    def _check_left_over(self) -> None:
+        items: list[LeftOver] = [*self.rendezvous.values()]
+        items += [rank.transport.disturber for rank in self._ranks if rank.transport is not None]
+        for item in items:
+            text = item.left_over()
+            if text is not None:
+                self._fail(None, f"All ranks finished, but {text}.", None)
+
+    # -- threads ------------------------------------------------------------------------------
+
+    def _run_threads(self, body: Callable[[int], Any]) -> None:
+        """Runs all ranks to their end, also when the calling thread is interrupted.
+
+        A thread of its own starts the ranks, so that an interrupt finds either none or all of them.
+        """
+        starter = threading.Thread(target=self._start_all, args=(body,), name="world")
+        try:
+            starter.start()
+            # Not by join(): an interrupted join takes a running thread for a finished one. A signal
+            # may arrive in another thread, so look now and then.
+            while not self._ended.wait(_GRACE_S):
+                pass
+        except BaseException:
+            self._fail(None, "Interrupted.", None)
+            if starter.ident is not None:
+                self._unwind()
+            raise
+        starter.join()
+
+    def _start_all(self, body: Callable[[int], Any]) -> None:
+        started = []
+        try:
+            self._raise_if_aborted()
+            for rank in self._ranks:
+                rank.thread = threading.Thread(
+                    target=self._run_rank, args=(rank, body), name=f"rank{rank.index}"
+                )
+                rank.thread.start()
+                started.append(rank)
+        except _Abort:
+            pass  # interrupted before the first thread
+        except RuntimeError as error:  # the operating system gives no more threads
+            for rank in self._ranks[len(started) :]:
+                rank.status = _Status.FAILED
+            self._fail(None, f"Cannot start rank {len(started)}: {error}.", error)
+        if started:
+            self._hand_over()
+        for rank in started:
+            assert rank.thread is not None
+            rank.thread.join()
+        self._ended.set()
+
+    def _unwind(self) -> None:
+        """Waits for all ranks to end; stops one that does not come to a switch in time."""
+        has_ended = False
+        while not has_ended:
+            try:
+                has_ended = self._ended.wait(_GRACE_S)
+                for rank in self._ranks:
+                    if rank.status is _Status.RUNNING and not rank.is_unwinding:
+                        _raise_in(rank.thread, _Abort)
+            except KeyboardInterrupt:
+                continue  # the first one is on its way
 
 
-def _describe(rank: int, error: BaseException) -> str:
+def run_as_rank(host: Host, rank: int, state: Sequence[RankState], body: Callable[[], Any]) -> Any:
+    """Runs `body` as the only rank of this process, with values of its own for all globals.
+
+    A thread of its own gives it registries of its own in torch's C++ half, as `World.run` does.
+    """
+    outside = snapshot(state)
+    outcome: list[Any] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        enter_world(host, rank)
+        try:
+            outcome.append(body())
+        except BaseException as error:  # noqa: BLE001 - raised again in the calling thread
+            errors.append(error)
+
+    _set_thread_isolation_mode(True)
+    try:
+        StateSet(state).install()
+        thread = threading.Thread(target=run, name=f"rank{rank}")
+        thread.start()
+        thread.join()
+    finally:
+        outside.install()
+        _set_thread_isolation_mode(False)
+    if errors:
+        raise errors[0]
+    return outcome[0]
+
+
+def _raise_in(thread: threading.Thread | None, error: type[BaseException]) -> None:
+    if thread is not None and thread.ident is not None and thread.is_alive():
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(
+            ctypes.c_ulong(thread.ident), ctypes.py_object(error)
+        )
+
+
+def describe(rank: int, error: BaseException) -> str:
+    """Says in one line how a rank failed."""
     if isinstance(error, MismatchError):
         return str(error)
     return f"Rank {rank} raised {type(error).__name__}: {error}"

@@ -54,4 +54,4 @@ def test_every_unit_is_gathered_once_per_microbatch_and_direction() -> None:
     gathers = Counter(r["unit"] for r in records if r["op"] == "unshard" and r["gathered"])
     layers = [f"decoder.layers.{i}{part}" for i in range(4) for part in ("", ".mlp.experts")]
     # The root is kept from a microbatch's first node to its last, forward and backward.
-    assert gathers == {"": 3, **{name: 6 for name in layers}}
+    assert gathers == {"": 3, **dict.fromkeys(layers, 6)}

@@ -1,0 +1,54 @@
+"""A forked copy hands back its result or its error, and never outlives the original."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from sim.aside import Aside, can_fork
+from sim.world import WorldError
+
+pytestmark = pytest.mark.skipif(not can_fork(), reason="needs fork and a second core")
+
+
+def test_result_comes_back_and_side_effects_do_not() -> None:
+    seen: list[int] = []
+    aside = Aside(lambda: seen.append(1) or os.getpid())
+    assert aside.result() != os.getpid()
+    assert seen == []
+    aside.stop()
+
+
+def test_error_comes_back_whole() -> None:
+    def fail() -> None:
+        raise WorldError("Problem.", rank=1, standing=["rank 0: running"], replay="again")
+
+    aside = Aside(fail)
+    with pytest.raises(WorldError, match="Replay: again"):
+        aside.result()
+    aside.stop()
+
+
+def test_death_of_the_copy_is_an_error() -> None:
+    aside = Aside(lambda: os.kill(os.getpid(), signal.SIGKILL))
+    with pytest.raises(RuntimeError, match="got exit -9"):
+        aside.result()
+    aside.stop()
+
+
+def test_stop_ends_a_copy_that_waits_for_ever() -> None:
+    aside = Aside(signal.pause)
+    aside.stop()
+    assert aside._process.exitcode == -signal.SIGKILL
+
+
+def test_copy_ends_with_the_original() -> None:
+    """The end of its lifeline is the end of the copy, even while it waits for ever."""
+    aside = Aside(signal.pause)
+    assert aside._lifeline is not None
+    os.close(aside._lifeline)
+    aside._lifeline = None
+    aside._process.join(10)
+    assert aside._process.exitcode == 1

@@ -1,0 +1,102 @@
+"""Storage changes are seen, and a storage's number is never used again."""
+# ruff: noqa: ANN401 - bodies return, and torch takes, anything
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+
+from sim.cuda import FakeDevice
+
+Records = list[dict[str, Any]]
+
+
+def test_record_stream_names_storage_and_stream(records: Records) -> None:
+    tensor, side = torch.zeros(4), torch.cuda.Stream()
+    records.clear()
+    tensor.record_stream(side)
+    tensor[1:].record_stream(torch.cuda.current_stream())
+    assert [(r["op"], r["stream"], r["storage"]) for r in records] == [
+        ("record_stream", 1, 0),
+        ("record_stream", 0, 0),
+    ]
+
+
+def test_release_and_reallocation_are_records_of_one_storage(records: Records) -> None:
+    """`resize_(0)` gives memory back and keeps the storage; a later resize takes memory again."""
+    storage = torch.zeros(4).untyped_storage()
+    storage.resize_(0)
+    storage.resize_(16)
+    assert storage.nbytes() == 16
+    assert [(r["op"], r["storage"], r["was"], r["bytes"]) for r in records] == [
+        ("resize", 0, 16, 0),
+        ("resize", 0, 0, 16),
+    ]
+
+
+def test_resize_happens_on_the_current_stream(records: Records) -> None:
+    storage, side = torch.zeros(4).untyped_storage(), torch.cuda.Stream()
+    records.clear()
+    with torch.cuda.stream(side):
+        storage.resize_(0)
+    assert [record["stream"] for record in records] == [1]
+
+
+def test_number_of_a_storage_is_not_used_again(device: FakeDevice) -> None:
+    """Even when the next storage gets the address of one that is gone."""
+    numbers = []
+    for _ in range(10):
+        tensor = torch.zeros(1000)
+        numbers.append(device.storage_id(tensor.untyped_storage()))
+        del tensor
+        gc.collect(0)
+    assert numbers == list(range(10))
+
+
+def test_numbers_of_gone_storages_do_not_pile_up(device: FakeDevice) -> None:
+    for _ in range(10_000):
+        device.storage_id(torch.zeros(1).untyped_storage())
+    assert len(device._storages) <= 4097
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.zeros(2, device="cuda"),
+        lambda: torch.empty(2, device=torch.device("cuda", 0)),
+        lambda: torch.tensor([1.0], device=0),
+        lambda: torch.ones(2).new_zeros(2, device="cuda:0"),
+        lambda: torch.ones(2).to("cuda"),
+        lambda: torch.ones(2).to(device="cuda", dtype=torch.float64),
+        lambda: torch.ones(2).cuda(),
+        lambda: torch.arange(3, device=torch.cuda.current_device()),
+        lambda: torch.nn.Linear(2, 2).cuda().weight,
+    ],
+)
+@pytest.mark.usefixtures("device")
+def test_cuda_tensors_live_on_the_cpu_and_say_that_they_are_cuda(make: Any) -> None:
+    tensor = make()
+    assert tensor.device == torch.device("cpu")
+    assert tensor.is_cuda
+
+
+@pytest.mark.usefixtures("device")
+def test_generator_of_a_cuda_device_draws() -> None:
+    generator = torch.Generator(device="cuda").manual_seed(5)
+    again = torch.Generator(device="cuda").manual_seed(5)
+    assert torch.equal(torch.rand(3, generator=generator), torch.rand(3, generator=again))
+
+
+@pytest.mark.usefixtures("device")
+def test_device_and_host_random_states_are_apart() -> None:
+    """Setting the host's state back does not rewind the device's."""
+    host = torch.get_rng_state()
+    torch.cuda.manual_seed(1)
+    first = torch.rand(1)
+    torch.set_rng_state(host)
+    assert not torch.equal(torch.rand(1), first)
+    torch.cuda.manual_seed(1)
+    assert torch.equal(torch.rand(1), first)

@@ -1,0 +1,247 @@
+"""Traces on disk: what is written is read back, and what is broken is named by file and line."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from real.trace import (
+    SCHEMA_VERSION,
+    JsonlSink,
+    OpKind,
+    Recorder,
+    Trace,
+    TraceError,
+    read_trace,
+    read_traces,
+    trace_path,
+)
+
+SCENARIO = {"num_layers": 2, "transformer_impl": "local", "lr": 0.001, "prefetch": "none"}
+RECORDS = [
+    {"seq": 1, "op": "step", "step": 0, "event": "begin"},
+    {"seq": 2, "op": "unshard", "unit": "decoder.layers.0", "stream": 3, "gathered": True},
+    {"seq": 3, "op": "collective_wait", "stream": 3, "group": "dp", "n": 0},
+    {"seq": 4, "op": "end", "records": 4},
+]
+
+
+def write_rank(folder: Path, rank: int = 0, world_size: int = 1) -> Path:
+    """Writes a complete small trace of one rank."""
+    path = trace_path(folder, rank)
+    recorder = Recorder(JsonlSink(path))
+    recorder.header(rank=rank, world_size=world_size, scenario=SCENARIO)
+    recorder.begin_step(0)
+    recorder.record(OpKind.UNSHARD, unit="decoder.layers.0", stream=3, gathered=True)
+    recorder.record(OpKind.COLLECTIVE_WAIT, stream=3, group="dp", n=0)
+    recorder.close()
+    return path
+
+
+def change_line(path: Path, number: int, change: Callable[[dict[str, Any]], object]) -> None:
+    """Changes one record of a file, by line number from 1."""
+    lines = path.read_text().splitlines(keepends=True)
+    record = json.loads(lines[number - 1])
+    change(record)
+    lines[number - 1] = json.dumps(record) + "\n"
+    path.write_text("".join(lines))
+
+
+def test_a_trace_is_read_back_as_it_was_written(tmp_path: Path) -> None:
+    """Readers get what the run had, the header apart."""
+    assert read_trace(write_rank(tmp_path)) == Trace(
+        rank=0, world_size=1, scenario=SCENARIO, records=RECORDS, is_complete=True
+    )
+
+
+def test_two_equal_runs_write_the_same_bytes(tmp_path: Path) -> None:
+    """Traces are compared as files."""
+    (tmp_path / "again").mkdir()
+    assert write_rank(tmp_path).read_bytes() == write_rank(tmp_path / "again").read_bytes()
+
+
+def test_all_ranks_are_read_in_rank_order(tmp_path: Path) -> None:
+    """Rank 10 comes after rank 9, and other files are left alone."""
+    for rank in reversed(range(11)):
+        write_rank(tmp_path, rank, 11)
+    (tmp_path / "rank-of-nothing.jsonl").write_text("not a trace")
+    assert [trace.rank for trace in read_traces(tmp_path)] == list(range(11))
+
+
+# -- runs that were cut short ---------------------------------------------------------------
+
+
+def test_a_truncated_last_line_makes_the_trace_incomplete(tmp_path: Path) -> None:
+    """A kill in the middle of a write costs that line and no more."""
+    path = write_rank(tmp_path)
+    path.write_bytes(path.read_bytes()[:-5])
+    trace = read_trace(path)
+    assert (trace.records, trace.is_complete) == (RECORDS[:-1], False)
+
+
+def test_a_trace_without_its_end_is_incomplete(tmp_path: Path) -> None:
+    """The kill may also fall between two lines."""
+    path = write_rank(tmp_path)
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
+    trace = read_trace(path)
+    assert (trace.records, trace.is_complete) == (RECORDS[:-1], False)
+
+
+def run_and_kill(folder: Path, num_records: int) -> Trace:
+    """Writes records in a process that ends without closing anything, and reads them."""
+    path = trace_path(folder, 0)
+    program = f"""
+import os
+from pathlib import Path
+from real.trace import JsonlSink, OpKind, Recorder
+
+recorder = Recorder(JsonlSink(Path({str(path)!r})))
+recorder.header(rank=0, world_size=1, scenario={{}})
+for n in range({num_records}):
+    recorder.record(OpKind.COLLECTIVE_WAIT, stream=3, group="dp", n=n)
+os._exit(1)
+"""
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=root, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (1, "")
+    return read_trace(path)
+
+
+def test_a_killed_process_leaves_all_but_the_last_few_records(tmp_path: Path) -> None:
+    """What went wrong is near the end, so the end must be there."""
+    trace = run_and_kill(tmp_path, 1000)
+    assert not trace.is_complete
+    assert [record["n"] for record in trace.records] == list(range(len(trace.records)))
+    assert len(trace.records) >= 1000 - 256
+
+
+def test_a_process_killed_at_once_leaves_its_header(tmp_path: Path) -> None:
+    """A rank that dies first must not make the whole trace unreadable."""
+    trace = run_and_kill(tmp_path, 1)
+    assert (trace.rank, trace.world_size, trace.is_complete) == (0, 1, False)
+
+
+# -- broken files ---------------------------------------------------------------------------
+
+
+def message_of(path: Path) -> str:
+    with pytest.raises(TraceError) as raised:
+        read_trace(path)
+    return str(raised.value)
+
+
+def test_a_corrupted_line_is_named(tmp_path: Path) -> None:
+    """Only the last line may be cut."""
+    path = write_rank(tmp_path)
+    lines = path.read_text().splitlines(keepends=True)
+    lines[2] = lines[2][:20] + "\n"
+    path.write_text("".join(lines))
+    assert message_of(path).startswith(f"{path}:3: expected one JSON object, got ")
+
+
+@pytest.mark.parametrize(
+    "garbage", [b"\xff\xfe\n", b"\n", b"[1, 2]\n", b"7\n"], ids=["bytes", "empty", "list", "number"]
+)
+def test_a_line_that_is_no_object_is_named(tmp_path: Path, garbage: bytes) -> None:
+    """Whatever it is, the reader must not die of it."""
+    path = write_rank(tmp_path)
+    lines = path.read_bytes().splitlines(keepends=True)
+    lines[3] = garbage
+    path.write_bytes(b"".join(lines))
+    assert message_of(path).startswith(f"{path}:4: ")
+
+
+def test_a_newer_schema_is_refused_before_its_fields_are_looked_at(tmp_path: Path) -> None:
+    """Its fields may mean something else."""
+    path = write_rank(tmp_path)
+    newer = SCHEMA_VERSION + 1
+    change_line(path, 1, lambda record: record.update(schema=newer, more=1))
+    assert message_of(path) == f"{path}:1: expected trace schema {SCHEMA_VERSION}, got {newer}."
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda r: r.pop("unit"), "Expected field 'unit' in a unshard record, got none."),
+        (lambda r: r.update(op="gather"), "got 'gather'."),
+        (lambda r: r.pop("op"), "got None."),
+        (
+            lambda r: r.update(stream=True),
+            "Expected int in field 'stream' of a unshard record, got True.",
+        ),
+        (
+            lambda r: r.update(gathered=1),
+            "Expected bool in field 'gathered' of a unshard record, got 1.",
+        ),
+        (
+            lambda r: r.update(unit=None),
+            "Expected str in field 'unit' of a unshard record, got None.",
+        ),
+        (lambda r: r.update(time=0.5), "Expected no further fields in a unshard record, got time."),
+        (lambda r: r.update(seq=7), "expected seq 2, got 7."),
+        (lambda r: r.update(seq=True), "Expected an integer 'seq', got True."),
+        (lambda r: r.pop("seq"), "Expected an integer 'seq', got None."),
+    ],
+    ids=[
+        "missing-field",
+        "unknown-op",
+        "no-op",
+        "bool-for-int",
+        "int-for-bool",
+        "none-for-str",
+        "unknown-field",
+        "gap",
+        "bool-for-seq",
+        "no-seq",
+    ],
+)
+def test_a_broken_record_is_named_by_file_line_and_reason(
+    tmp_path: Path, change: Callable[[dict[str, Any]], object], reason: str
+) -> None:
+    """A trace has a hundred thousand lines."""
+    path = write_rank(tmp_path)
+    change_line(path, 3, change)
+    message = message_of(path)
+    assert message.startswith(f"{path}:3: ")
+    assert message.endswith(reason)
+
+
+def test_a_file_without_a_header_is_refused(tmp_path: Path) -> None:
+    """Its rank is not known."""
+    path = write_rank(tmp_path)
+    path.write_text('{"seq":0,"op":"fence","stream":1}\n')
+    assert message_of(path) == f"{path}:1: expected a header record, got none."
+
+
+def test_an_empty_file_is_refused(tmp_path: Path) -> None:
+    """No run leaves one: the header is written at once."""
+    path = trace_path(tmp_path, 0)
+    path.touch()
+    assert message_of(path) == f"{path}:1: expected a header record, got none."
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    """With the system's reason."""
+    path = trace_path(tmp_path, 0)
+    assert message_of(path) == f"{path}: cannot read the trace: No such file or directory."
+
+
+def test_a_missing_rank_is_refused(tmp_path: Path) -> None:
+    """A comparison over ranks would silently leave it out."""
+    for rank in (0, 2):
+        write_rank(tmp_path, rank, 3)
+    with pytest.raises(TraceError) as raised:
+        read_traces(tmp_path)
+    assert str(raised.value) == f"{tmp_path}: expected the ranks 0 to 2, got [0, 2]."
+
+
+def test_a_folder_without_a_trace_is_refused(tmp_path: Path) -> None:
+    """A mistyped folder must not look like a run without violations."""
+    with pytest.raises(TraceError, match=r"expected rank\*\.jsonl files, got none"):
+        read_traces(tmp_path)
