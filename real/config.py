@@ -17,7 +17,13 @@ class ScenarioError(ValueError):
     """A scenario that cannot be run; the message says what was expected and what was got."""
 
 
-def _key(default: Any, section: str, text: str, *, choices: tuple[str, ...] = ()) -> Any:
+def _key(
+    default: Any,  # noqa: ANN401
+    section: str,
+    text: str,
+    *,
+    choices: tuple[str, ...] = (),
+) -> Any:  # noqa: ANN401 - a dataclass field stands for its default
     return field(default=default, metadata={"section": section, "help": text, "choices": choices})
 
 
@@ -126,10 +132,10 @@ class Scenario:
         """Returns all keys with their values, in order, for a trace header."""
         return dataclasses.asdict(self)
 
-    def changed(self, **overrides: Any) -> Scenario:
+    def changed(self, **overrides: object) -> Scenario:
         """Returns a scenario with some keys replaced; None leaves a key as it is."""
-        given = {name: value for name, value in overrides.items() if value is not None}
-        return dataclasses.replace(self, **given)
+        values: dict[str, Any] = {n: value for n, value in overrides.items() if value is not None}
+        return dataclasses.replace(self, **values)
 
 
 _MAY_BE_ZERO: Final = frozenset({"seed", "moe_shared_expert_intermediate_size", "mtp_num_layers"})
@@ -141,15 +147,23 @@ def split_list(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
+_TYPES: Final[dict[str, tuple[type, ...]]] = {
+    "int": (int,),
+    "float": (int, float),
+    "bool": (bool,),
+    "str": (str,),
+}
+
+
 def flag(name: str) -> str:
     """Returns Megatron's flag for a field, without the dashes in front."""
     return name.replace("_", "-")
 
 
-def _check_type(spec: dataclasses.Field[Any], value: Any) -> None:
-    wanted = {"int": int, "float": (int, float), "bool": bool, "str": str}[str(spec.type)]
+def _check_type(spec: dataclasses.Field[Any], value: object) -> None:
+    wanted = _TYPES[str(spec.type)]
     is_bool = isinstance(value, bool)
-    if not isinstance(value, wanted) or (is_bool and wanted is not bool):
+    if not isinstance(value, wanted) or (is_bool and bool not in wanted):
         raise ScenarioError(f"Expected {spec.type} for {flag(spec.name)}, got {value!r}.")
     choices = spec.metadata["choices"]
     if choices and value not in choices:
@@ -233,8 +247,8 @@ def _check_hybrid(s: Scenario) -> None:
         )
     if s.overlap_moe_expert_parallel_comm:
         raise ScenarioError(
-            "Expected no-overlap-moe-expert-parallel-comm with hybrid-layer-pattern: HybridModel of "
-            "megatron-core 0.19 builds no plan for the combined schedule."
+            "Expected no-overlap-moe-expert-parallel-comm with hybrid-layer-pattern: HybridModel "
+            "of megatron-core 0.19 builds no plan for the combined schedule."
         )
     if s.transformer_impl != "transformer_engine" or s.mtp_num_layers:
         raise ScenarioError(

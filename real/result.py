@@ -175,11 +175,13 @@ def as_json(result: RunResult) -> dict[str, Any]:
 def format_table(scenario: Scenario, result: RunResult) -> str:
     """Returns the comparison for a reader."""
     schedule = "combined 1F1B" if scenario.overlap_moe_expert_parallel_comm else "plain schedule"
-    lines = [
-        f"MFSDP v2 under {schedule}: {result.ranks} ranks, "
-        f"EP{scenario.expert_model_parallel_size} x expert-DP "
+    sizes = (
+        f"{result.ranks} ranks, EP{scenario.expert_model_parallel_size} x expert-DP "
         f"{scenario.expert_data_parallel_size}, {scenario.num_layers} layers, "
-        f"{scenario.num_microbatches} microbatches",
+        f"{scenario.num_microbatches} microbatches"
+    )
+    lines = [
+        f"MFSDP v2 under {schedule}: {sizes}",
         f"{'step':>4}  {'loss':>12}  {'no FSDP':>12}  {'difference':>10}",
     ]
     for step, (loss, expected) in enumerate(
@@ -187,12 +189,12 @@ def format_table(scenario: Scenario, result: RunResult) -> str:
     ):
         lines.append(f"{step:>4}  {loss:>12.8f}  {expected:>12.8f}  {loss - expected:>10.1e}")
     gap, weights = result.gap, result.weight_gap
+    at_gap = f"in {gap.parameter} on rank {gap.rank}"
+    at_weights = f"in {weights.parameter} on rank {weights.rank}"
     lines += [
-        f"largest gradient difference of step 0: {gap.relative:.2e} of its tensor's largest value, "
-        f"in {gap.parameter} on rank {gap.rank}",
-        f"largest gradient norm difference: {result.grad_norm_rel_error:.2e} relative",
-        f"largest main weight difference after the last step: {weights.absolute:.2e}, "
-        f"in {weights.parameter} on rank {weights.rank}",
+        f"gradients of step 0: within {gap.relative:.1e} of a tensor's largest value, {at_gap}",
+        f"gradient norms: within {result.grad_norm_rel_error:.1e} relative",
+        f"main weights after the last step: within {weights.absolute:.1e}, {at_weights}",
     ]
     if result.trace is not None:
         lines.append(f"trace: {result.trace} ({result.num_records} records)")

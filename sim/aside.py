@@ -1,5 +1,4 @@
 """Runs a function in a forked copy of this process, on another core, while the caller goes on."""
-# ruff: noqa: ANN401 - the function returns anything
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def megatron_on_fake_cuda() -> Iterator[None]:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         stack.enter_context(te.installed())
-        compile_function, torch.compile = torch.compile, _uncompiled  # type: ignore[assignment]
+        compile_function, torch.compile = torch.compile, _uncompiled
         # Imports make a million objects that all stay: collecting between them finds nothing.
         was_collecting = gc.isenabled()
         gc.disable()

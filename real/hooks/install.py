@@ -28,7 +28,7 @@ class _Hook:
         self._unit = unit
         self._subject = subject
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
+    def __deepcopy__(self, memo: dict[int, object]) -> _Hook:
         copied = type(self).__new__(type(self))
         copied.__dict__.update(self.__dict__, _scheduler=_no_scheduler)
         return copied
@@ -39,7 +39,7 @@ def _no_scheduler() -> None:
 
 
 class _PreForward(_Hook):
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def __call__(self, module: nn.Module, args: object, kwargs: object) -> None:
         scheduler = self._scheduler()
         if scheduler is not None:
             scheduler.pre_forward(self._unit, self._subject)
@@ -50,7 +50,7 @@ class _PostForward(_Hook):
         super().__init__(scheduler, units[0], subject)
         self._units = units
 
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+    def __call__(self, module: nn.Module, args: object, output: object) -> None:
         scheduler = self._scheduler()
         if scheduler is not None:
             scheduler.post_forward(self._units, self._subject)
@@ -63,7 +63,7 @@ class _PreBackward(_Hook):
     tensor of its own graph would then never be freed; and each call would add identity nodes.
     """
 
-    def __call__(self, grad_outputs: Any) -> None:
+    def __call__(self, grad_outputs: object) -> None:
         scheduler = self._scheduler()
         if scheduler is not None:
             scheduler.pre_backward(self._unit, self._subject)
@@ -76,7 +76,7 @@ class _ArmBackward(_Hook):
         super().__init__(scheduler, unit, subject)
         self._hook = _PreBackward(scheduler, unit, subject)
 
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+    def __call__(self, module: nn.Module, args: object, output: object) -> None:
         if self._scheduler() is None:
             return  # a copy's: the hook that it would arm is the original's
         for tensor in _tensors(output):
@@ -84,7 +84,7 @@ class _ArmBackward(_Hook):
                 tensor.grad_fn.register_prehook(self._hook)
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def _tensors(value: object) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
@@ -95,7 +95,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 class _PostGradient(_Hook):
-    def __call__(self, parameter: Any = None) -> None:
+    def __call__(self, parameter: object = None) -> None:
         scheduler = self._scheduler()
         if scheduler is not None:
             scheduler.post_gradient(self._unit, self._subject)
@@ -132,7 +132,7 @@ class HookHandle:
         if root is not None and getattr(root, _HANDLE_ATTRIBUTE, None) is self:
             delattr(root, _HANDLE_ATTRIBUTE)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+    def __deepcopy__(self, memo: dict[int, object]) -> None:
         return None  # the copy of a model has no hooks installed
 
 

@@ -97,11 +97,11 @@ def build_plan(
     unit_of_module = {id(unit.module): name for name, unit in units.items()}
     owned = list(owned_modules(root, lambda module: id(module) in unit_of_module))
     demand = [DemandUnshard(module=o.name, unit=o.unit) for o in owned]
-    for module, unit in borrowers.items():
-        if module not in module_names or unit not in units:
-            raise ValueError(f"Expected a known module and unit, got {module!r} -> {unit!r}.")
+    for module, owner in borrowers.items():
+        if module not in module_names or owner not in units:
+            raise ValueError(f"Expected a known module and unit, got {module!r} -> {owner!r}.")
         if all(d.module != module for d in demand):
-            demand.append(DemandUnshard(module=module, unit=unit))
+            demand.append(DemandUnshard(module=module, unit=owner))
     gradients = []
     for unit_name, unit in units.items():
         for parameter_name, parameter in unit.trainable_parameters.items():

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-
-from torch import nn
+from typing import Any
 
 from real.hooks import FsdpUnit
 
@@ -31,9 +30,7 @@ class Consumers:
     forward_order: tuple[str, ...]
 
 
-def find_consumers(
-    model: nn.Module, units: Mapping[str, FsdpUnit], *, is_combined: bool
-) -> Consumers:
+def find_consumers(model: Any, units: Mapping[str, FsdpUnit], *, is_combined: bool) -> Consumers:
     """Reads the structure of a GPT or hybrid model.
 
     Args:

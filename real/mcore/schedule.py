@@ -69,7 +69,7 @@ def wrap_model(
 
 
 def _weakly(method: Callable[[], Any]) -> Callable[[], Any]:
-    reference = weakref.WeakMethod(method)  # type: ignore[arg-type]
+    reference = weakref.WeakMethod(method)
 
     def call() -> Any:
         alive = reference()
@@ -275,7 +275,7 @@ class Mfsdp1F1B(_BaseDataParallel):
         """
         if not internals.is_fsdp_module(module):
             raise ValueError(f"Expected an FSDP unit to release, got {type(module).__name__}.")
-        return [m.name for m in module.modules() if internals.is_fsdp_module(m)]
+        return [str(m.name) for m in module.modules() if internals.is_fsdp_module(m)]
 
     # -- called by Megatron's training loop -------------------------------------------------
 

@@ -17,7 +17,8 @@ from megatron.core.distributed.fsdp.src.megatron_fsdp.experimental import (
 )
 from megatron.core.distributed.fsdp.src.megatron_fsdp.mixed_precision import MixedPrecisionPolicy
 from torch import nn
-from torch.distributed import DeviceMesh, ProcessGroup
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ scenario write the same bytes.
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Any, Final
+from typing import Final
 
 SCHEMA_VERSION: Final = 1
 """Raised when a field changes its meaning; readers refuse versions they do not know."""
@@ -117,7 +117,7 @@ FIELDS: Final[dict[OpKind, dict[str, tuple[type, ...]]]] = {
 """Required fields of each operation, beside `seq` and `op`, with the accepted types."""
 
 
-def validate_record(record: Any) -> None:
+def validate_record(record: object) -> None:
     """Checks one decoded record against the schema.
 
     Raises:

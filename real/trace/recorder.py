@@ -63,7 +63,7 @@ class Recorder:
             scenario=scenario,
         )
 
-    def record(self, op: OpKind, **fields: Any) -> int:
+    def record(self, op: OpKind, **fields: object) -> int:
         """Appends one record and returns its sequence number.
 
         Args:
@@ -82,7 +82,7 @@ class Recorder:
         self._next_number = 0
         self.record(OpKind.STEP, step=step, event="begin")
 
-    def microbatch_of(self, plan: Any) -> int | None:
+    def microbatch_of(self, plan: object) -> int | None:
         """Returns the microbatch of a schedule plan: its number within the step, by first use."""
         if plan is None:
             return None

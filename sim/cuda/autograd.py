@@ -7,7 +7,6 @@ whatever used the parameter first does: the smallest number among the nodes that
 are found by a walk from where the running backward began, at the first question of that backward.
 An accumulator that an older graph keeps alive counts here as made by the running graph.
 """
-# ruff: noqa: ANN401 - stands for functions of any signature
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ _current_node = torch._C._current_autograd_node
 _weak_reference: Any = StorageWeakRef
 
 
-def _is_gone(reference: Any) -> bool:  # noqa: ANN401 - a class without types
+def _is_gone(reference: Any) -> bool:
     return bool(reference.expired())
 
 

@@ -4,7 +4,6 @@ Three kinds of names of `torch.cuda`: swapped for a stand-in, left alone because
 device, and all others, which are replaced by something that fails with its own name. So code under
 test cannot wander into a real CUDA call or a silent no-op.
 """
-# ruff: noqa: ANN401 - stands for functions of any signature
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
 """Device, random state, memory and profiler functions under torch.cuda's names and signatures."""
-# ruff: noqa: ANN401 - torch.cuda takes devices in many forms
 
 from __future__ import annotations
 

@@ -4,7 +4,6 @@ Everything runs at once on the CPU in host order, so a wait never blocks: what c
 of who waits for what. An event remembers which of its records is the newest, since a wait refers
 to that one even when the event is recorded again later.
 """
-# ruff: noqa: ANN401 - torch.cuda takes devices in many forms
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
 """Tensor and storage names: device arguments become CPU, storage changes become records."""
-# ruff: noqa: ANN401 - stands in front of functions of any signature
 
 from __future__ import annotations
 

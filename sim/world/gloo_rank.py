@@ -55,17 +55,17 @@ class _Reports:
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
 
-    def send(self, kind: str, **fields: Any) -> None:  # noqa: ANN401 - plain data
+    def send(self, kind: str, **fields: Any) -> None:
         os.write(self._descriptor, json.dumps({"kind": kind, **fields}).encode() + b"\n")
 
 
 class _Host:
     """Stands for the world in this process: it has one rank and its transport."""
 
-    def __init__(self, transport: Any) -> None:  # noqa: ANN401 - any transport
+    def __init__(self, transport: Any) -> None:
         self._transport = transport
 
-    def transport_of(self, rank: int) -> Any:  # noqa: ANN401 - any transport
+    def transport_of(self, rank: int) -> Any:
         """Returns the transport of the only rank."""
         return self._transport
 
@@ -179,7 +179,7 @@ def _run(orders: dict[str, Any], reports: _Reports) -> dict[str, Any]:
 class _Counting:
     """Counts records on their way to a file."""
 
-    def __init__(self, sink: Any) -> None:  # noqa: ANN401 - a sink or None
+    def __init__(self, sink: Any) -> None:
         self._sink = sink
         self.num_records = 0
 

@@ -8,7 +8,6 @@ collective is issued; receives are posted when it is waited for, so an asynchron
 asynchronous here too. A block also says up to which collective its sender has finished; all
 messages to a rank below that number have arrived and are let go.
 """
-# ruff: noqa: ANN401 - torch's works and groups are built in C++
 
 from __future__ import annotations
 

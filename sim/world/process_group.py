@@ -4,7 +4,7 @@ Every method packs its arguments into a `Call` and hands it to a transport. `InP
 calls of all ranks in place and `Gloo` exchanges them between processes; both worlds share one class
 and one meaning of every collective.
 """
-# ruff: noqa: ANN401, D102 - methods of torch.distributed.ProcessGroup, called from C++ and torch
+# ruff: noqa: D102 - methods of torch.distributed.ProcessGroup, called from C++ and torch
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ class _Done:
 _ProcessGroup: Any = dist.ProcessGroup  # its methods are overloaded in C++
 
 
-class FakeProcessGroup(_ProcessGroup):  # type: ignore[misc]
+class FakeProcessGroup(_ProcessGroup):
     """A process group of fake ranks.
 
     Args:

@@ -3,7 +3,6 @@
 Frameworks keep process-wide state in globals because one process is one rank. Here many ranks share
 a process and one runs at a time, so it is enough to put each rank's values in place before it runs.
 """
-# ruff: noqa: ANN401 - a global may hold anything
 
 from __future__ import annotations
 

@@ -10,7 +10,6 @@ The first failure is kept and every rank that gets its turn after it raises `_Ab
 so its `finally` blocks run, one rank at a time. Nobody wakes anybody for that: once there is a
 failure, a rank that waits counts as one that can run.
 """
-# ruff: noqa: ANN401 - a body returns anything
 
 from __future__ import annotations
 

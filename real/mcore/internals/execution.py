@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -35,7 +35,8 @@ def detach_execution_hooks(root: nn.Module) -> Callable[[], None]:
     schedule never makes for a layer and makes at other times for the experts.
     """
     detached: list[_Detached] = []
-    for module in root.modules():
+    modules: Iterable[Any] = root.modules()
+    for module in modules:
         if not is_fsdp_module(module):
             continue
         places = [getattr(module, name) for name in _MODULE_HOOK_DICTIONARIES]

@@ -1,8 +1,8 @@
 """Breaks the reference cycles of a sharded model, so that deleting it frees its storage at once.
 
-MFSDP links units, parameter groups and parameters in both directions and keeps the root in a context
-that the root keeps. Such a model goes only when the garbage collector runs, and not even then when
-one of its modules keeps a tensor of its last graph, because graphs are invisible to the collector.
+MFSDP links units, parameter groups and parameters in both directions and keeps the root in a
+context that the root keeps. Such a model goes only when the garbage collector runs, and not even
+then when a module keeps a tensor of its last graph: the collector does not see graphs.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def loosen(root: nn.Module) -> Callable[[], None]:
 
     The prefetch orders of the context go too: only MFSDP's own execution hooks follow them.
     """
-    units = [module for module in root.modules() if is_fsdp_module(module)]
+    units: list[Any] = [module for module in root.modules() if is_fsdp_module(module)]
     context: Any = root._context
     order_names = ("forward_order", "backward_order")
     orders = {name: [weakref.ref(m) for m in getattr(context, name)] for name in order_names}
@@ -74,10 +74,10 @@ def loosen(root: nn.Module) -> Callable[[], None]:
     root_reference = weakref.ref(root)
 
     def tighten() -> None:
-        root = root_reference()
+        root: Any = root_reference()
         if root is None:
             return
-        context = root._context
+        context: Any = root._context
         context.root_module = root
         for name, references in orders.items():
             order: IndexedOrder[Any] = IndexedOrder()
@@ -102,4 +102,4 @@ def drop_schedule_state(root: nn.Module) -> None:
     """Drops what the combined schedule leaves on a model's modules; the next plan makes it anew."""
     for module in root.modules():
         if "backward_dw_wrapper" in module.__dict__:
-            module.backward_dw_wrapper = None
+            module.__dict__["backward_dw_wrapper"] = None

@@ -35,7 +35,7 @@ def shard_optimizer(optimizer: torch.optim.Optimizer) -> None:
             FsdpParameterGroup.sync_model_weight_from_main_weight = released_sync
         parameters = [p for group in stepped.param_groups for p in group["params"]]
         for group in dict.fromkeys(group_of(parameter) for parameter in parameters):
-            if group in stale:
+            if group is not None and group in stale:
                 group.sync_model_weight_from_main_weight()
 
     optimizer._optimizer_step_post_hooks[key] = refresh

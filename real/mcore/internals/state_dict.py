@@ -21,8 +21,8 @@ def guard_state_dict(root: nn.Module) -> list[Any]:
     ) -> None:
         if metadata.get("assign_to_params_buffers", False):
             raise ValueError(
-                "Expected load_state_dict(assign=False) of a model under MFSDP v2, got assign=True: "
-                "its parameters are views of sharded buffers."
+                "Expected load_state_dict(assign=False) of a model under MFSDP v2, got "
+                "assign=True: its parameters are views of sharded buffers."
             )
 
     def refresh(module: nn.Module, _: Any) -> None:

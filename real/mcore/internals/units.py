@@ -26,7 +26,7 @@ class MfsdpUnit:
     The module is held weakly: whoever keeps a unit does not keep the model.
     """
 
-    def __init__(self, module: nn.Module, name: str) -> None:
+    def __init__(self, module: Any, name: str) -> None:
         self._module = weakref.ref(module)
         self.name = name
         parameters: dict[str, nn.Parameter] = {}
@@ -49,7 +49,8 @@ class MfsdpUnit:
     @property
     def unshard_event(self) -> torch.cuda.Event | None:
         """Recorded after the gather; None while sharded."""
-        return self.module._unshard_event
+        event: torch.cuda.Event | None = self.module._unshard_event
+        return event
 
     def unshard(self) -> None:
         """Gathers on the all-gather stream; does nothing when gathered."""
@@ -119,12 +120,14 @@ class MfsdpContext:
     @property
     def all_gather_stream(self) -> torch.cuda.Stream:
         """MFSDP's all-gather stream."""
-        return self._context.allgather_stream
+        stream: torch.cuda.Stream = self._context.allgather_stream
+        return stream
 
     @property
     def reduce_scatter_stream(self) -> torch.cuda.Stream:
         """MFSDP's reduce-scatter stream."""
-        return self._context.reduce_scatter_stream
+        stream: torch.cuda.Stream = self._context.reduce_scatter_stream
+        return stream
 
     @property
     def is_last_microbatch(self) -> bool:
@@ -136,7 +139,7 @@ class MfsdpContext:
         self._context.is_last_microbatch = value
 
 
-def initialize_context(root: nn.Module) -> MfsdpContext:
+def initialize_context(root: Any) -> MfsdpContext:
     """Gives every unit under `root` its name and one shared context. Repeated calls do nothing."""
     root._lazy_init_context()
     return MfsdpContext(root._context)
