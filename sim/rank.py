@@ -6,12 +6,25 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
+from torch import nn
+
 from real.config import Scenario
-from real.trace import Recorder, Sink, recording
+from real.trace import OpKind, Recorder, Sink, recording
 from sim.cuda import FakeDevice, use_device
+from sim.cuda.kernels import KernelRecorder
 
 if TYPE_CHECKING:
     from real.mcore.jobs import JobOutput
+
+
+def name_storages(device: FakeDevice, root: nn.Module) -> None:
+    """Names the buffers of every unit in the trace, as "decoder.layers.0:full weight"."""
+    from real.mcore import internals
+
+    for unit, kind, storage in internals.unit_storages(root):
+        device.recorder.record(
+            OpKind.NAME, storage=device.storage_id(storage), name=f"{unit}:{kind}"
+        )
 
 
 def run_rank(
@@ -22,6 +35,7 @@ def run_rank(
     sink: Sink | None,
     start: Callable[[int, int], None],
     on_step: Callable[[int], None] | None = None,
+    records_kernels: bool = False,
 ) -> JobOutput:
     """Trains one rank of a scenario on its own fake device.
 
@@ -32,6 +46,7 @@ def run_rank(
         sink: Where the trace goes, or None.
         start: Starts torch.distributed, given rank and world size.
         on_step: Called after each step with its number.
+        records_kernels: Also record kernels with the storages that they read and write.
     """
     from real.mcore.jobs import FsdpJob, Job, ReferenceJob, run_job
     from real.mcore.model import initialize_parallel
@@ -39,14 +54,20 @@ def run_rank(
     recorder = Recorder(sink)
     recorder.header(rank=rank, world_size=scenario.world_size, scenario=scenario.as_dict())
     with ExitStack() as stack:
-        stack.enter_context(use_device(FakeDevice(rank, recorder)))
+        device = stack.enter_context(use_device(FakeDevice(rank, recorder)))
         stack.enter_context(recording(recorder))
         start(rank, scenario.world_size)
         if is_reference:
             # Without FSDP a hybrid mesh has no meaning, and the groups of one would mislead DDP.
             scenario = scenario.changed(num_distributed_optimizer_instances=1)
         initialize_parallel(scenario)
-        job: Job = ReferenceJob(scenario) if is_reference else FsdpJob(scenario)
+        if is_reference:
+            job: Job = ReferenceJob(scenario)
+        else:
+            job = FsdpJob(scenario)
+            if records_kernels:
+                name_storages(device, job.model.module)
+                stack.enter_context(KernelRecorder(device))
         outputs = run_job(job, scenario, on_step=on_step)
         recorder.close()
     return outputs

@@ -70,6 +70,7 @@ def run_in_process(
     replay: str = "",
     faults: Sequence[Fault] = (),
     progress: Progress = lambda _: None,
+    records_kernels: bool = False,
 ) -> RunResult:
     """Runs all ranks of a scenario in this process, and of its reference in a forked copy.
 
@@ -81,6 +82,7 @@ def run_in_process(
         replay: The command that repeats this run, for messages.
         faults: Disturbances of the scenario's collectives.
         progress: Shown one line of text now and then.
+        records_kernels: Also record kernels with the storages that they read and write.
 
     Raises:
         WorldError: A rank failed or the ranks do not agree.
@@ -119,6 +121,7 @@ def run_in_process(
                 replay=replay,
                 faults=faults,
                 progress=progress,
+                records_kernels=records_kernels,
             )
         references = run_reference() if aside is None else _unpack(aside.result())
         result = judge(
@@ -174,6 +177,7 @@ def _run_world(
     replay: str,
     faults: Sequence[Fault],
     progress: Progress,
+    records_kernels: bool = False,
 ) -> list[JobOutput]:
     from sim.world import World, init_process_group
 
@@ -191,6 +195,7 @@ def _run_world(
             sink=sinks[rank],
             start=init_process_group,
             on_step=on_step,
+            records_kernels=records_kernels,
         )
 
     world = World(

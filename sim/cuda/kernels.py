@@ -104,6 +104,8 @@ class KernelRecorder(TorchDispatchMode):
         number = self._device.storage_id(storage)
         if number not in self._seen:
             self._seen.add(number)
+            if not is_output:
+                return number  # from before this mode, or made without a kernel
             recorder = self._device.recorder
             recorder.record(
                 OpKind.ALLOCATE,

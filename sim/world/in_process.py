@@ -163,7 +163,8 @@ class InProcess:
             raise self._world.mismatch(
                 self._rank, f"Sizes do not match in {meeting.place}: {problem}."
             )
-        collectives.complete(calls)
+        with torch._C._DisableTorchDispatch():  # what moves the data is no kernel of any rank
+            collectives.complete(calls)
         meeting.is_done = True
         meeting.calls = {}  # a Work that is kept keeps no tensors
         self._world.wake(meeting.place.ranks)

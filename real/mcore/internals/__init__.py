@@ -31,6 +31,7 @@ from real.mcore.internals.units import (  # noqa: E402
     collect_units,
     initialize_context,
     is_fsdp_module,
+    unit_storages,
 )
 
 __all__ = [
@@ -55,4 +56,5 @@ __all__ = [
     "memoize_layouts",
     "observed_nodes",
     "shard_optimizer",
+    "unit_storages",
 ]

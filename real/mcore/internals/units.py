@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -152,3 +152,24 @@ def collect_units(root: nn.Module) -> dict[str, MfsdpUnit]:
         for name, module in root.named_modules()
         if is_fsdp_module(module)
     }
+
+
+def unit_storages(root: nn.Module) -> Iterator[tuple[str, str, torch.UntypedStorage]]:
+    """Yields unit, kind and storage of every buffer of every unit.
+
+    Kinds are "full weight", "model weight" (sharded, what is gathered), "main weight" and
+    "main gradient". Buffers of several parameter groups of one unit have the same kind.
+    """
+    for name, module in root.named_modules():
+        if not is_fsdp_module(module):
+            continue
+        for group in module._parameter_groups:
+            buffers = {
+                "full weight": group._unsharded_model_weight,
+                "model weight": group.model_weight,
+                "main weight": group.main_weight,
+                "main gradient": group.main_grad,
+            }
+            for kind, buffer in buffers.items():
+                if buffer is not None:
+                    yield name, kind, buffer.local_buffer.untyped_storage()

@@ -1,0 +1,134 @@
+"""The life of FSDP units: gathered once, released once, reduced once, all at rest at the end.
+
+Covers I2, I3, I5, I8, I9, I18 and the counting part of I12, from the records of hooks and units.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from real.trace import OpKind, Trace
+from sim.checks.base import Violation, unit_label, walk
+from sim.checks.clocks import StreamClocks
+
+
+def check_units(traces: Sequence[Trace]) -> list[Violation]:
+    """Checks every rank's units, and that ranks reduce the same units equally often."""
+    found = [violation for trace in traces for violation in _check_rank(trace)]
+    return found + _check_participation(traces)
+
+
+def _check_rank(trace: Trace) -> list[Violation]:
+    found: list[Violation] = []
+    unsharded: set[str] = set()
+    gathers: Counter[str] = Counter()
+    reductions: Counter[tuple[str, int | None]] = Counter()
+    clocks = StreamClocks()
+    last_reduce: dict[str, tuple[int, int]] = {}
+    optimizer: tuple[int, int] | None = None
+    nvtx_depth = 0
+
+    def report(rule: str, message: str, unit: str | None) -> None:
+        found.append(
+            Violation(
+                rule=rule,
+                rank=trace.rank,
+                message=message,
+                unit=unit_label(unit),
+                node=place.node,
+                microbatch=place.microbatch,
+                hook=place.hook,
+                seq=record["seq"],
+            )
+        )
+
+    for record, place in walk(trace):
+        op = record["op"]
+        if op == OpKind.UNSHARD:
+            unit = record["unit"]
+            if record["gathered"] and unit in unsharded:
+                report("I2", f"Unit {unit_label(unit)} is gathered while it is unsharded.", unit)
+            if not record["gathered"] and unit not in unsharded:
+                report("I1", f"Unit {unit_label(unit)} is taken as unsharded and is not.", unit)
+            unsharded.add(unit)
+        elif op == OpKind.RESHARD:
+            unit = record["unit"]
+            if unit not in unsharded:
+                report("I3", f"Unit {unit_label(unit)} is released and was not gathered.", unit)
+            unsharded.discard(unit)
+        elif op == OpKind.REDUCE:
+            reductions[record["unit"], place.microbatch] += 1
+            if reductions[record["unit"], place.microbatch] == 2:
+                report(
+                    "I5",
+                    f"Unit {unit_label(record['unit'])} is reduced twice in one microbatch.",
+                    record["unit"],
+                )
+        elif op == OpKind.COLLECTIVE:
+            if record["kind"] in ("reduce_scatter", "all_reduce") and record["unit"] is not None:
+                last_reduce[record["unit"]] = (record["stream"], record["seq"])
+            if record["kind"] == "all_gather" and record["unit"] is not None:
+                gathers[record["unit"]] += 1
+                if optimizer is not None and not clocks.is_ordered_after(
+                    record["stream"], *optimizer
+                ):
+                    report(
+                        "I9",
+                        f"Unit {unit_label(record['unit'])} is gathered in no order with the "
+                        "optimizer's write of its weights.",
+                        record["unit"],
+                    )
+                    optimizer = None
+        elif op in (OpKind.OPTIMIZER_STEP, OpKind.GRAD_READ):
+            for unit, (stream, seq) in last_reduce.items():
+                if not clocks.is_ordered_after(record["stream"], stream, seq):
+                    report(
+                        "I8",
+                        f"Gradients of unit {unit_label(unit)} are read in no order with their "
+                        "last reduction.",
+                        unit,
+                    )
+            if op == OpKind.OPTIMIZER_STEP:
+                optimizer = (record["stream"], record["seq"])
+        elif op == OpKind.NVTX_PUSH:
+            nvtx_depth += 1
+        elif op == OpKind.NVTX_POP:
+            nvtx_depth -= 1
+            if nvtx_depth < 0:
+                report("I18", "A profiler range is closed that was not opened.", None)
+                nvtx_depth = 0
+        elif op == OpKind.STEP:
+            if record["event"] == "begin":
+                reductions.clear()
+                last_reduce.clear()
+            for unit in sorted(unsharded):
+                report("I3", f"Unit {unit_label(unit)} is unsharded at the end of a step.", unit)
+            unsharded.clear()
+            if nvtx_depth:
+                report("I18", f"{nvtx_depth} profiler ranges are open at the end of a step.", None)
+                nvtx_depth = 0
+        clocks.advance(record)
+        if op == OpKind.OPTIMIZER_STEP:
+            clocks.clock(record["stream"])[record["stream"]] = record["seq"]
+    return found
+
+
+def _check_participation(traces: Sequence[Trace]) -> list[Violation]:
+    counts = [
+        Counter(r["unit"] for r in trace.records if r["op"] == OpKind.REDUCE) for trace in traces
+    ]
+    found = []
+    for trace, count in zip(traces, counts, strict=True):
+        for unit in sorted(set(counts[0]) | set(count)):
+            if count[unit] != counts[0][unit]:
+                found.append(
+                    Violation(
+                        rule="I12",
+                        rank=trace.rank,
+                        message=f"Unit {unit_label(unit)} is reduced {count[unit]} times here and "
+                        f"{counts[0][unit]} times on rank {traces[0].rank}.",
+                        unit=unit_label(unit),
+                    )
+                )
+    return found
