@@ -48,6 +48,7 @@ class RunResult:
         num_records: Trace records over all ranks.
         wall_s: Seconds for both jobs, imports excluded.
         trace: The folder of the trace, or None.
+        violations: What the checks found in the trace, as text for a reader.
     """
 
     ranks: int
@@ -60,6 +61,7 @@ class RunResult:
     num_records: int
     wall_s: float
     trace: Path | None
+    violations: tuple[str, ...] = ()
 
     def worst_of(self, others: Sequence[RunResult]) -> RunResult:
         """Returns one result for several ranks' own: their worst gaps and this one's losses."""
@@ -105,6 +107,7 @@ class RunResult:
                 f"{self.weight_gap.absolute:.2e} in {self.weight_gap.parameter} on rank "
                 f"{self.weight_gap.rank}."
             )
+        found.extend(self.violations)
         return found
 
 
@@ -164,6 +167,7 @@ def as_json(result: RunResult) -> dict[str, Any]:
         "worst_parameter": result.gap.parameter,
         "worst_rank": result.gap.rank,
         "max_grad_rel_error_all_steps": result.later_gap.relative,
+        "num_violations": len(result.violations),
         "grad_norm_rel_error": result.grad_norm_rel_error,
         "max_weight_error": result.weight_gap.absolute,
         "num_records": result.num_records,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import time
 from collections.abc import Callable, Sequence
@@ -13,8 +14,10 @@ import torch
 
 from real.config import Scenario, ScenarioError
 from real.result import RunResult, judge
-from real.trace import JsonlSink, Sink, trace_path
+from real.trace import JsonlSink, Sink, Trace, trace_path
+from real.trace.recorder import Record
 from sim.aside import Aside, can_fork
+from sim.checks import check_traces
 from sim.megatron import megatron_on_fake_cuda, rank_state
 from sim.rank import run_rank
 
@@ -44,15 +47,15 @@ def open_sinks(out: Path | None, world_size: int) -> list[Sink | None]:
         ) from None
 
 
-class _CountingSink:
-    """Counts records on their way to another sink."""
+class _KeepingSink:
+    """Keeps records for the checks, on their way to another sink."""
 
     def __init__(self, sink: Sink | None) -> None:
         self._sink = sink
-        self.num_records = 0
+        self.records: list[Record] = []
 
-    def write(self, record: dict[str, object]) -> None:
-        self.num_records += 1
+    def write(self, record: Record) -> None:
+        self.records.append(record)
         if self._sink is not None:
             self._sink.write(record)
 
@@ -71,6 +74,7 @@ def run_in_process(
     faults: Sequence[Fault] = (),
     progress: Progress = lambda _: None,
     records_kernels: bool = False,
+    references: list[JobOutput] | None = None,
 ) -> RunResult:
     """Runs all ranks of a scenario in this process, and of its reference in a forked copy.
 
@@ -83,13 +87,14 @@ def run_in_process(
         faults: Disturbances of the scenario's collectives.
         progress: Shown one line of text now and then.
         records_kernels: Also record kernels with the storages that they read and write.
+        references: What `run_reference` gave for this scenario; None runs it beside.
 
     Raises:
         WorldError: A rank failed or the ranks do not agree.
     """
-    counting = [_CountingSink(sink) for sink in sinks or [None] * scenario.world_size]
+    kept = [_KeepingSink(sink) for sink in sinks or [None] * scenario.world_size]
     with ExitStack() as stack:
-        for sink in counting:
+        for sink in kept:
             stack.callback(sink.close)
         stack.enter_context(megatron_on_fake_cuda())
         from real.mcore.observe import recorded_nodes
@@ -98,40 +103,61 @@ def run_in_process(
         gc.freeze()  # what is imported stays: no use in looking through it again and again
         stack.callback(gc.unfreeze)
 
-        def run_reference() -> list[JobOutput]:
-            return _run_world(
-                scenario,
-                is_reference=True,
-                sinks=[None] * scenario.world_size,
-                schedule_seed=schedule_seed,
-                replay=replay,
-                faults=(),
-                progress=progress,
-            )
-
-        aside = Aside(lambda: _pack(run_reference())) if can_fork() else None
-        if aside is not None:
+        aside = None
+        if references is None and can_fork():
+            aside = Aside(lambda: _pack(run_reference(scenario, schedule_seed, progress)))
             stack.callback(aside.stop)
         with recorded_nodes():
             outputs = _run_world(
                 scenario,
                 is_reference=False,
-                sinks=counting,
+                sinks=kept,
                 schedule_seed=schedule_seed,
                 replay=replay,
                 faults=faults,
                 progress=progress,
                 records_kernels=records_kernels,
             )
-        references = run_reference() if aside is None else _unpack(aside.result())
+        if aside is not None:
+            references = _unpack(aside.result())
+        elif references is None:
+            references = run_reference(scenario, schedule_seed, progress)
         result = judge(
             outputs,
             references,
-            num_records=sum(sink.num_records for sink in counting),
+            num_records=sum(len(sink.records) for sink in kept),
             wall_s=time.perf_counter() - started,
             trace=out,
         )
-    return result
+        violations = check_traces([_trace_of(sink.records) for sink in kept])
+    return dataclasses.replace(result, violations=tuple(str(v) for v in violations))
+
+
+def run_reference(
+    scenario: Scenario, schedule_seed: int = 0, progress: Progress = lambda _: None
+) -> list[JobOutput]:
+    """Runs the reference of a scenario in this process; one entry a rank."""
+    with megatron_on_fake_cuda():
+        return _run_world(
+            scenario,
+            is_reference=True,
+            sinks=[None] * scenario.world_size,
+            schedule_seed=schedule_seed,
+            replay="",
+            faults=(),
+            progress=progress,
+        )
+
+
+def _trace_of(records: list[Record]) -> Trace:
+    header = records[0]
+    return Trace(
+        rank=header["rank"],
+        world_size=header["world_size"],
+        scenario=header["scenario"],
+        records=records[1:],
+        is_complete=True,
+    )
 
 
 def _pack(outputs: list[JobOutput]) -> Any:

@@ -68,6 +68,11 @@ def wrap_model(
     )
 
 
+def _is_delayed(parameter: nn.Parameter) -> bool:
+    """Whether Transformer Engine makes this parameter's gradient in a later call."""
+    return bool(getattr(parameter, "skip_backward_post_hook", False))
+
+
 def _weakly(method: Callable[[], Any]) -> Callable[[], Any]:
     reference = weakref.WeakMethod(method)
 
@@ -145,7 +150,7 @@ class Mfsdp1F1B(_BaseDataParallel):
             layers=consumers.layers,
             fires=consumers.fires,
             borrowers=consumers.borrowers,
-            is_delayed=lambda p: bool(getattr(p, "skip_backward_post_hook", False)),
+            is_delayed=_is_delayed,
         )
         parameters = {n: p for unit in units.values() for n, p in unit.trainable_parameters.items()}
         attach = internals.detach_execution_hooks(self.module)

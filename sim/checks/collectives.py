@@ -12,7 +12,7 @@ _POINT_TO_POINT = ("send", "recv")
 
 
 def check_collectives(traces: Sequence[Trace]) -> list[Violation]:
-    """Compares the ranks of each group call by call; the first difference of a group is reported."""
+    """Compares the ranks of each group call by call; reports a group's first difference."""
     found: list[Violation] = []
     calls: dict[tuple[str, tuple[int, ...]], dict[int, list[Record]]] = {}
     for trace in traces:
@@ -59,4 +59,4 @@ def _first_difference(
 
 def _call(record: Record) -> str:
     unit = unit_label(record["unit"])
-    return record["kind"] + (f" of unit {unit}" if unit is not None else "")
+    return str(record["kind"]) + (f" of unit {unit}" if unit is not None else "")

@@ -1,16 +1,23 @@
 """The life of FSDP units: gathered once, released once, reduced once, all at rest at the end.
 
-Covers I2, I3, I5, I8, I9, I18 and the counting part of I12, from the records of hooks and units.
+Covers I2, I3, I5, I8, I9, I18, I20 and the counting part of I12, from what hooks and units record.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Final
 
 from real.trace import OpKind, Trace
 from sim.checks.base import Violation, unit_label, walk
 from sim.checks.clocks import StreamClocks
+
+MOST_UNSHARDED: Final = {"none": 3, "forward": 4, "both": 5}
+"""Units unsharded at the same time under combined 1F1B, by prefetch policy.
+
+A frozen unit is kept until its layer's last backward node, so one more where there is one.
+"""
 
 
 def check_units(traces: Sequence[Trace]) -> list[Violation]:
@@ -28,6 +35,9 @@ def _check_rank(trace: Trace) -> list[Violation]:
     last_reduce: dict[str, tuple[int, int]] = {}
     optimizer: tuple[int, int] | None = None
     nvtx_depth = 0
+    is_combined = trace.scenario.get("overlap_moe_expert_parallel_comm", False)
+    bound = MOST_UNSHARDED.get(trace.scenario.get("prefetch", "")) if is_combined else None
+    reduced_unsharded: set[str] = set()
 
     def report(rule: str, message: str, unit: str | None) -> None:
         found.append(
@@ -45,20 +55,36 @@ def _check_rank(trace: Trace) -> list[Violation]:
 
     for record, place in walk(trace):
         op = record["op"]
-        if op == OpKind.UNSHARD:
+        if op == OpKind.UNIT:
+            if record["trainable"] == 0 and bound is not None:
+                bound = MOST_UNSHARDED[trace.scenario["prefetch"]] + 1
+        elif op == OpKind.UNSHARD:
             unit = record["unit"]
             if record["gathered"] and unit in unsharded:
                 report("I2", f"Unit {unit_label(unit)} is gathered while it is unsharded.", unit)
             if not record["gathered"] and unit not in unsharded:
                 report("I1", f"Unit {unit_label(unit)} is taken as unsharded and is not.", unit)
             unsharded.add(unit)
+            if bound is not None and len(unsharded) > bound:
+                names = ", ".join(str(unit_label(name)) for name in sorted(unsharded))
+                report("I20", f"Expected at most {bound} units unsharded, got {names}.", unit)
+                bound = None  # once a run: the rest follows from it
         elif op == OpKind.RESHARD:
             unit = record["unit"]
             if unit not in unsharded:
                 report("I3", f"Unit {unit_label(unit)} is released and was not gathered.", unit)
             unsharded.discard(unit)
+            if unit in reduced_unsharded and str(place.hook).startswith("post_gradient"):
+                report(
+                    "I20",
+                    f"Unit {unit_label(unit)} is released after its gradient buffer was allocated.",
+                    unit,
+                )
+            reduced_unsharded.discard(unit)
         elif op == OpKind.REDUCE:
             reductions[record["unit"], place.microbatch] += 1
+            if record["unit"] in unsharded:
+                reduced_unsharded.add(record["unit"])
             if reductions[record["unit"], place.microbatch] == 2:
                 report(
                     "I5",
