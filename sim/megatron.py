@@ -45,7 +45,37 @@ def megatron_on_fake_cuda() -> Iterator[None]:
         from sim.cuda import fake_cuda
 
         stack.enter_context(fake_cuda())
+        stack.enter_context(_uncompiled_helpers())
         yield
+
+
+@contextmanager
+def _uncompiled_helpers() -> Iterator[None]:
+    """Puts plain Python where Megatron compiles C++ at first use: not every laptop can."""
+    from real.mcore import internals
+
+    module_name, _, name = internals.SHARE_STORAGE_LOADER.rpartition(".")
+    module = importlib.import_module(module_name)
+    loader = getattr(module, name)
+    setattr(module, name, lambda: share_storage)
+    try:
+        yield
+    finally:
+        setattr(module, name, loader)
+
+
+@torch.no_grad()
+def share_storage(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Gives `target`, whose storage was resized to 0, the values of `source`.
+
+    Every view of the storage sees them and no version counter moves, as when memory is shared.
+    """
+    storage = target.untyped_storage()
+    data = source.untyped_storage()
+    storage.resize_(data.nbytes())
+    torch.empty(0, dtype=torch.uint8).set_(storage).copy_(
+        torch.empty(0, dtype=torch.uint8).set_(data)
+    )
 
 
 def rank_state() -> list[RankState]:

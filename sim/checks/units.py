@@ -16,7 +16,8 @@ from sim.checks.clocks import StreamClocks
 MOST_UNSHARDED: Final = {"none": 3, "forward": 4, "both": 5}
 """Units unsharded at the same time under combined 1F1B, by prefetch policy.
 
-A frozen unit is kept until its layer's last backward node, so one more where there is one.
+One more where a unit is frozen (it is kept until its layer's last backward node), and one more
+where an activation is recomputed (the layer is gathered before its experts' backward).
 """
 
 
@@ -37,6 +38,9 @@ def _check_rank(trace: Trace) -> list[Violation]:
     nvtx_depth = 0
     is_combined = trace.scenario.get("overlap_moe_expert_parallel_comm", False)
     bound = MOST_UNSHARDED.get(trace.scenario.get("prefetch", "")) if is_combined else None
+    if bound is not None and trace.scenario.get("recompute_granularity") == "selective":
+        bound += 1
+    has_frozen = False
     reduced_unsharded: set[str] = set()
 
     def report(rule: str, message: str, unit: str | None) -> None:
@@ -56,8 +60,9 @@ def _check_rank(trace: Trace) -> list[Violation]:
     for record, place in walk(trace):
         op = record["op"]
         if op == OpKind.UNIT:
-            if record["trainable"] == 0 and bound is not None:
-                bound = MOST_UNSHARDED[trace.scenario["prefetch"]] + 1
+            if record["trainable"] == 0 and bound is not None and not has_frozen:
+                has_frozen = True
+                bound += 1
         elif op == OpKind.UNSHARD:
             unit = record["unit"]
             if record["gathered"] and unit in unsharded:
@@ -85,7 +90,9 @@ def _check_rank(trace: Trace) -> list[Violation]:
             reductions[record["unit"], place.microbatch] += 1
             if record["unit"] in unsharded:
                 reduced_unsharded.add(record["unit"])
-            if reductions[record["unit"], place.microbatch] == 2:
+            # The plain schedule runs no nodes, so its records belong to no microbatch.
+            is_second = reductions[record["unit"], place.microbatch] == 2
+            if is_second and place.microbatch is not None:
                 report(
                     "I5",
                     f"Unit {unit_label(record['unit'])} is reduced twice in one microbatch.",

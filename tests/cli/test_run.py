@@ -136,9 +136,8 @@ def test_json_of_a_run_that_differs_lists_the_problems(
     status, out, _ = sim("run", *SMALL, "--json", "--out", tmp_path)
     result: dict[str, Any] = json.loads(out)
     assert (status, result["passed"]) == (1, False)
-    assert [p.split(" of the ")[0] for p in result["problems"]] == [
-        "Expected gradients within 0.01"
-    ]
+    # Whether the norm is off by enough as well depends on the first weights, so on torch's version.
+    assert result["problems"][0].startswith("Expected gradients within 0.01 of the reference")
 
 
 def test_a_rank_that_fails_is_named_with_the_command_that_repeats_it(

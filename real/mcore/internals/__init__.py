@@ -22,6 +22,7 @@ from real.mcore.internals.optimizer import shard_optimizer  # noqa: E402
 from real.mcore.internals.process_state import (  # noqa: E402
     PROCESS_CLASS_ATTRIBUTES,
     PROCESS_GLOBALS,
+    SHARE_STORAGE_LOADER,
 )
 from real.mcore.internals.schedule import join_schedule  # noqa: E402
 from real.mcore.internals.state_dict import guard_state_dict  # noqa: E402
@@ -37,6 +38,7 @@ from real.mcore.internals.units import (  # noqa: E402
 __all__ = [
     "PROCESS_CLASS_ATTRIBUTES",
     "PROCESS_GLOBALS",
+    "SHARE_STORAGE_LOADER",
     "GradientShard",
     "MfsdpContext",
     "MfsdpUnit",

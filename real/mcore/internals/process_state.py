@@ -31,3 +31,6 @@ PROCESS_CLASS_ATTRIBUTES: Final[dict[str, tuple[str, ...]]] = {
     ),
 }
 """Class attributes that Megatron assigns at run time and so shares within a process."""
+
+SHARE_STORAGE_LOADER: Final = "megatron.core.tensor_parallel.random._get_share_storage"
+"""Compiles and returns the function that gives a discarded activation its recomputed memory."""
