@@ -19,7 +19,7 @@ class StreamClocks:
         self._clocks: dict[int, dict[int, int]] = {}
         self._host: dict[int, int] = {}
         self._events: dict[int, dict[int, int]] = {}
-        self._collectives: dict[tuple[str, int], tuple[int, int]] = {}
+        self._collectives: dict[tuple[str, int], dict[int, int]] = {}
 
     def clock(self, stream: int) -> dict[int, int]:
         """Returns a stream's clock, by stream; the caller does not change it."""
@@ -40,9 +40,10 @@ class StreamClocks:
         elif op == OpKind.COLLECTIVE:
             stream = record["stream"]
             self.clock(stream)[stream] = seq
-            self._collectives[record["group"], record["n"]] = (stream, seq)
+            self._collectives[record["group"], record["n"]] = dict(self.clock(stream))
         elif op == OpKind.COLLECTIVE_WAIT:
-            pass  # issued on the stream that waits: in order already
+            # Joins nothing new on the issuing stream; another stream joins it like an event.
+            _join(self.clock(record["stream"]), self._collectives[record["group"], record["n"]])
         elif op == OpKind.EVENT_RECORD:
             stream = record["stream"]
             self._events[seq] = {**self.clock(stream), stream: seq}

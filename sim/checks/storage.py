@@ -10,7 +10,7 @@ reads after a storage was resized to 0.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from real.trace import OpKind, Trace
 from real.trace.recorder import Record
@@ -188,8 +188,11 @@ class _Checker:
                         f"record {user.seq}",
                         unit=storage.name,
                     )
+            if storage.stream != stream:
+                self._give_back(record["storage"], storage, record["seq"])
             storage.is_released = True
         elif record["was"] == 0:
+            self._reuse(stream, record["bytes"], record["seq"], place)
             storage.is_released, storage.is_filled = False, False
             storage.stream, storage.bytes = stream, record["bytes"]
             storage.protected.clear()
@@ -203,10 +206,13 @@ class _Checker:
         )
 
     def _free(self, record: Record) -> None:
+        storage = self._storages.pop(record["storage"], None)
+        if storage is not None and not storage.is_released:
+            self._give_back(record["storage"], storage, record["seq"])
+
+    def _give_back(self, number: int, storage: _Storage, seq: int) -> None:
         """Puts a block into its stream's pool, with the users that the stream has not joined."""
-        number = record["storage"]
-        storage = self._storages.pop(number, None)
-        if storage is None or storage.stream is None or storage.is_released:
+        if storage.stream is None:
             return
         users = [
             user
@@ -215,7 +221,7 @@ class _Checker:
             and not self._clocks.is_ordered_after(storage.stream, user.stream, user.seq)
         ]
         if users:
-            block = _FreeBlock(number, storage, users, record["seq"])
+            block = _FreeBlock(number, replace(storage), users, seq)
             self._pools.setdefault(storage.stream, []).append(block)
 
     def _reuse(self, stream: int, num_bytes: int, seq: int, place: Place) -> None:

@@ -30,7 +30,6 @@ def check_units(traces: Sequence[Trace]) -> list[Violation]:
 def _check_rank(trace: Trace) -> list[Violation]:
     found: list[Violation] = []
     unsharded: set[str] = set()
-    gathers: Counter[str] = Counter()
     reductions: Counter[tuple[str, int | None]] = Counter()
     clocks = StreamClocks()
     last_reduce: dict[str, tuple[int, int]] = {}
@@ -102,7 +101,6 @@ def _check_rank(trace: Trace) -> list[Violation]:
             if record["kind"] in ("reduce_scatter", "all_reduce") and record["unit"] is not None:
                 last_reduce[record["unit"]] = (record["stream"], record["seq"])
             if record["kind"] == "all_gather" and record["unit"] is not None:
-                gathers[record["unit"]] += 1
                 if optimizer is not None and not clocks.is_ordered_after(
                     record["stream"], *optimizer
                 ):

@@ -90,6 +90,10 @@ class KernelRecorder(TorchDispatchMode):
             number = self._id(storage, is_output=True)
             if number not in inputs and number not in writes:
                 writes.append(number)
+        if signature.name == "_local_scalar_dense":
+            # A value that the host looks at: on a GPU it waits for the stream.
+            stream = self._device.current_stream().stream_id
+            self._device.recorder.record(OpKind.HOST_SYNC, what="stream", on=stream)
         if signature.name not in _ALLOCATES_ONLY and (reads or writes):
             self._device.recorder.record(
                 OpKind.KERNEL,

@@ -5,7 +5,7 @@ Line n is record n. A line that begins with a number and a colon happens on that
     0: mm 7 8 -> 9                     a kernel reads 7 and 8 and writes 9
     1: all_gather of layers.0 6 -> 7   a collective of a unit; `in tp` names another group than dp
     1: record 5 / 0: wait 5            event 5
-    0: wait stream 1
+    0: wait stream 1 / 0: joins dp 3   the latter waits for collective 3 of group dp
     1: allocate 7 64 / 1: resize 7 64 0 / 0: record_stream 7
     0: optimizer / 0: grad_read
     1: unshard layers.0 / 1: again layers.0 / 1: reshard layers.0 / 1: reduce layers.0

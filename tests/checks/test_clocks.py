@@ -215,3 +215,19 @@ def test_an_idle_stream_gives_no_order(story: Story, wait: str) -> None:
     """Waiting for the wrong stream is as good as not waiting."""
     clocks = _at_the_end(story(f"1: all_gather -> 1\n{wait}"))
     assert not clocks.is_ordered_after(0, 1, 1)
+
+
+def test_waiting_for_a_collective_orders_the_waiting_stream(story: Story) -> None:
+    """A work object may be waited for on another stream than it was issued on."""
+    clocks = _at_the_end(
+        story("""
+            2: mm -> 6
+            1: wait stream 2
+            1: all_gather 6 -> 7
+            1: all_gather 6 -> 8
+            0: joins dp 0
+        """)
+    )
+    assert clocks.is_ordered_after(0, 1, 3)
+    assert clocks.is_ordered_after(0, 2, 1)
+    assert not clocks.is_ordered_after(0, 1, 4)

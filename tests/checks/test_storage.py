@@ -277,6 +277,26 @@ def test_a_block_of_unknown_origin_gives_no_alarm(story: Story) -> None:
     assert _rules(trace) == []
 
 
+def test_a_storage_brought_back_takes_a_block_like_an_allocation(story: Story) -> None:
+    """Weights get their memory by a resize."""
+    assert _rules(story(f"{REUSED}\nfree 7\n1: resize 8 0 64")) == ["I10"]
+
+
+@pytest.mark.parametrize(("join", "rules"), [("", ["I10"]), ("1: wait stream 0", [])])
+def test_a_release_on_another_stream_does_not_make_its_block_safe(
+    story: Story, join: str, rules: list[str]
+) -> None:
+    """The block goes to the pool of the stream that allocated it, wherever it is released."""
+    trace = story(f"""
+        {REUSED}
+        2: wait stream 0
+        2: resize 7 64 0
+        {join}
+        1: allocate 8 64
+    """)
+    assert _rules(trace) == rules
+
+
 # -- reports ---------------------------------------------------------------------------------
 
 

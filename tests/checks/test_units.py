@@ -103,8 +103,13 @@ def test_a_unit_reduced_twice_in_one_microbatch_is_found(story: Story) -> None:
 
 def test_a_unit_reduced_three_times_is_reported_once(story: Story) -> None:
     """The third is the same fault."""
-    trace = story("1: reduce layers.0\n1: reduce layers.0\n1: reduce layers.0")
-    assert [v.rule for v in check_units([trace])] == ["I5"]
+    third = REDUCED_TWICE.replace("end", "1: reduce layers.0\nend")
+    assert [v.rule for v in check_units([story(third)])] == ["I5"]
+
+
+def test_reductions_outside_of_nodes_are_of_no_microbatch(story: Story) -> None:
+    """The plain schedule runs no nodes, and reduces in every microbatch."""
+    assert _found(story("1: reduce layers.0\n1: reduce layers.0")) == []
 
 
 @pytest.mark.parametrize(
@@ -124,7 +129,8 @@ def test_a_unit_is_reduced_once_in_every_microbatch(story: Story, middle: str) -
 
 def test_two_units_are_reduced_in_one_microbatch(story: Story) -> None:
     """The count is a unit's own."""
-    assert _found(story("1: reduce layers.0\n1: reduce layers.1")) == []
+    other = REDUCED_TWICE.replace("reduce layers.0", "reduce layers.1", 1)
+    assert _found(story(other)) == []
 
 
 def test_ranks_reduce_a_unit_equally_often(story: Story) -> None:
