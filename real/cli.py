@@ -9,30 +9,22 @@ import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final, NoReturn
+from typing import Final
 
 from real.config import Scenario, ScenarioError, load_scenario
-from real.flags import add_scenario_flags, scenario_overrides
+from real.flags import BAD_INPUT, OneLineParser, add_scenario_flags, scenario_overrides
 from real.result import as_json, format_table
 
-BAD_INPUT: Final = 2
 DIFFERS: Final = 1
 CONFIGS: Final = Path(__file__).parent.parent / "fixtures" / "configs"
 
 
-class _Parser(argparse.ArgumentParser):
-    """Prints one line for a bad argument instead of the whole usage."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(BAD_INPUT, f"{self.prog}: {message} (see {self.prog} --help)\n")
-
-
 def make_parser() -> argparse.ArgumentParser:
     """Returns the parser of all commands."""
-    parser = _Parser(
+    parser = OneLineParser(
         prog="torchrun -m real", description="MFSDP v2 under combined 1F1B on GPUs, one a process."
     )
-    commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
+    commands = parser.add_subparsers(dest="command", required=True, parser_class=OneLineParser)
     parity = commands.add_parser(
         "parity",
         help="train a scenario and its reference and compare them",

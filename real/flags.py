@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import fields
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from real.config import Scenario, flag
 
+BAD_INPUT: Final = 2
+"""Exit status for input that cannot be run."""
+
 # Short names beside Megatron's own flags.
 _ALIASES: Final = {"world_size": ["--ranks"], "train_iters": ["--steps"]}
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """Prints one line for a bad argument instead of the whole usage."""
+
+    def error(self, message: str) -> NoReturn:
+        """Ends the program."""
+        self.exit(BAD_INPUT, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
 
 def add_scenario_flags(parser: argparse.ArgumentParser) -> None:

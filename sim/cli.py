@@ -8,10 +8,10 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NoReturn
+from typing import TYPE_CHECKING, Final
 
 from real.config import ScenarioError, load_scenario
-from real.flags import add_scenario_flags, scenario_overrides
+from real.flags import BAD_INPUT, OneLineParser, add_scenario_flags, scenario_overrides
 from real.result import as_json, format_table
 from real.trace import TraceError, read_traces
 
@@ -19,24 +19,16 @@ if TYPE_CHECKING:
     from sim.runner import Progress
 
 DEFAULT_SCENARIO: Final = Path(__file__).parent.parent / "fixtures" / "configs" / "default.toml"
-BAD_INPUT: Final = 2
 DIFFERS: Final = 1
 INTERRUPTED: Final = 130
 
 
-class _Parser(argparse.ArgumentParser):
-    """Prints one line for a bad argument instead of the whole usage."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(BAD_INPUT, f"{self.prog}: {message} (see {self.prog} --help)\n")
-
-
 def make_parser() -> argparse.ArgumentParser:
     """Returns the parser of all commands."""
-    parser = _Parser(
+    parser = OneLineParser(
         prog="python -m sim", description="MFSDP v2 under combined 1F1B without a GPU."
     )
-    commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
+    commands = parser.add_subparsers(dest="command", required=True, parser_class=OneLineParser)
     run = commands.add_parser(
         "run",
         help="run a scenario on fake ranks and compare it with its reference",
