@@ -16,8 +16,8 @@ from sim.checks.clocks import StreamClocks
 MOST_UNSHARDED: Final = {"none": 3, "forward": 4, "both": 5}
 """Units unsharded at the same time under combined 1F1B, by prefetch policy.
 
-One more where a unit is frozen (it is kept until its layer's last backward node), and one more
-where an activation is recomputed (the layer is gathered before its experts' backward).
+One more for each of: a frozen unit (kept until its layer's last backward node), a recomputed
+activation and a dense layer (both have a layer gathered from its mlp node's backward on).
 """
 
 
@@ -37,8 +37,9 @@ def _check_rank(trace: Trace) -> list[Violation]:
     nvtx_depth = 0
     is_combined = trace.scenario.get("overlap_moe_expert_parallel_comm", False)
     bound = MOST_UNSHARDED.get(trace.scenario.get("prefetch", "")) if is_combined else None
-    if bound is not None and trace.scenario.get("recompute_granularity") == "selective":
-        bound += 1
+    if bound is not None:
+        bound += trace.scenario.get("recompute_granularity") == "selective"
+        bound += "0" in str(trace.scenario.get("moe_layer_freq"))
     has_frozen = False
     reduced_unsharded: set[str] = set()
 
