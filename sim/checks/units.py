@@ -17,7 +17,7 @@ MOST_UNSHARDED: Final = {"none": 3, "forward": 4, "both": 5}
 """Units unsharded at the same time under combined 1F1B, by prefetch policy.
 
 One more for each of: a frozen unit (kept until its layer's last backward node), a recomputed
-activation and a dense layer (both have a layer gathered from its mlp node's backward on).
+layernorm and a dense layer (both have a layer gathered from its mlp node's backward on).
 """
 
 
@@ -38,7 +38,9 @@ def _check_rank(trace: Trace) -> list[Violation]:
     is_combined = trace.scenario.get("overlap_moe_expert_parallel_comm", False)
     bound = MOST_UNSHARDED.get(trace.scenario.get("prefetch", "")) if is_combined else None
     if bound is not None:
-        bound += trace.scenario.get("recompute_granularity") == "selective"
+        bound += trace.scenario.get("recompute_granularity") == "selective" and "layernorm" in str(
+            trace.scenario.get("recompute_modules")
+        )
         bound += "0" in str(trace.scenario.get("moe_layer_freq"))
     has_frozen = False
     reduced_unsharded: set[str] = set()
@@ -90,12 +92,14 @@ def _check_rank(trace: Trace) -> list[Violation]:
             reductions[record["unit"], place.microbatch] += 1
             if record["unit"] in unsharded:
                 reduced_unsharded.add(record["unit"])
-            # The plain schedule runs no nodes, so its records belong to no microbatch.
-            is_second = reductions[record["unit"], place.microbatch] == 2
-            if is_second and place.microbatch is not None:
+            # The plain schedule runs no nodes, so no record has a microbatch: judge the step.
+            is_in_microbatch = place.microbatch is not None
+            allowed = 1 if is_in_microbatch else trace.scenario.get("num_microbatches")
+            if allowed and reductions[record["unit"], place.microbatch] == allowed + 1:
+                how_often = "twice in one" if is_in_microbatch else "more than once a"
                 report(
                     "I5",
-                    f"Unit {unit_label(record['unit'])} is reduced twice in one microbatch.",
+                    f"Unit {unit_label(record['unit'])} is reduced {how_often} microbatch.",
                     record["unit"],
                 )
         elif op == OpKind.COLLECTIVE:

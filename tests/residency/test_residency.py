@@ -47,6 +47,30 @@ def test_full_units_alive_stay_within_the_stated_bound(prefetch: str, num_layers
     assert len(most_alive(records)) == BOUND[prefetch]
 
 
+ONE_MORE = {
+    "dense layer": {"moe_layer_freq": "0,1,1,1"},
+    "recomputed layernorm": {
+        "recompute_granularity": "selective",
+        "recompute_modules": "layernorm",
+    },
+    "frozen layer": {"freeze": "decoder.layers.1.*"},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reason", ONE_MORE)
+def test_each_stated_reason_costs_exactly_one_more_unit(reason: str) -> None:
+    """A bound that nothing reaches would hide a leak of the same size."""
+    assert len(most_alive(recorded_run(**ONE_MORE[reason]))) == BOUND["none"] + 1
+
+
+@pytest.mark.slow
+def test_recomputed_attention_costs_no_unit() -> None:
+    """It is recomputed inside the node that reads the layer's weights anyway."""
+    keys = {"recompute_granularity": "selective", "recompute_modules": "core_attn"}
+    assert len(most_alive(recorded_run(**keys))) == BOUND["none"]
+
+
 @pytest.mark.slow
 def test_every_unit_is_gathered_once_per_microbatch_and_direction() -> None:
     """A second gather in one interval would be the cost of a release that came too early."""
