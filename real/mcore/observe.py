@@ -27,6 +27,8 @@ def _begin(call: NodeCall) -> None:
         direction=call.direction,
         layer=call.layer,
         microbatch=recorder.microbatch_of(call.plan),
+        chunk=call.chunk,
+        phase=call.phase,
         stream=stream.stream_id,
     )
 

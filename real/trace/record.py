@@ -11,7 +11,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Final
 
-SCHEMA_VERSION: Final = 1
+SCHEMA_VERSION: Final = 2
 """Raised when a field changes its meaning; readers refuse versions they do not know."""
 
 
@@ -102,6 +102,8 @@ FIELDS: Final[dict[OpKind, dict[str, tuple[type, ...]]]] = {
         "direction": _STR,
         "layer": _OPT_STR,
         "microbatch": _OPT_INT,
+        "chunk": _INT,
+        "phase": _OPT_STR,
         "stream": _INT,
     },
     OpKind.NODE_END: {"name": _STR, "direction": _STR},
@@ -115,6 +117,22 @@ FIELDS: Final[dict[OpKind, dict[str, tuple[type, ...]]]] = {
     OpKind.GRAD_READ: {"stream": _INT, "by": _STR},
 }
 """Required fields of each operation, beside `seq` and `op`, with the accepted types."""
+
+OPTIONAL: Final[dict[str, tuple[type, ...]]] = {
+    "host_ns": _INT,
+    "start_ns": _INT,
+    "end_ns": _INT,
+}
+"""Fields that any record may carry: when the host issued it, and when the device ran it.
+
+Nanoseconds since the trace began. Only traces of a GPU run have them, and only when asked for.
+"""
+
+OPTIONAL_OF: Final[dict[OpKind, dict[str, tuple[type, ...]]]] = {
+    # Shapes of the tensors read and written, each with its dtype in front: ["bf16", 64, 32].
+    OpKind.KERNEL: {"shapes": _LIST},
+}
+"""Fields that records of one operation may carry."""
 
 
 def validate_record(record: object) -> None:
@@ -133,17 +151,23 @@ def validate_record(record: object) -> None:
         raise ValueError(f"Expected 'op' to be one of {known}; got {record.get('op')!r}.") from None
     if type(record.get("seq")) is not int:
         raise ValueError(f"Expected an integer 'seq', got {record.get('seq')!r}.")
-    fields = FIELDS[op]
-    for name, types in fields.items():
+    required = FIELDS[op]
+    allowed = {**required, **OPTIONAL, **OPTIONAL_OF.get(op, {})}
+    for name in required:
         if name not in record:
             raise ValueError(f"Expected field {name!r} in a {op} record, got none.")
-        value = record[name]
+    for name, value in record.items():
+        if name in ("seq", "op"):
+            continue
+        types = allowed.get(name)
+        if types is None:
+            extra = sorted(set(record) - set(allowed) - {"seq", "op"})
+            raise ValueError(
+                f"Expected no further fields in a {op} record, got {', '.join(extra)}."
+            )
         # bool is an int in Python; a flag where a number belongs is a fault.
         if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
             wanted = " or ".join(t.__name__ for t in types)
             raise ValueError(
                 f"Expected {wanted} in field {name!r} of a {op} record, got {value!r}."
             )
-    extra = sorted(set(record) - set(fields) - {"seq", "op"})
-    if extra:
-        raise ValueError(f"Expected no further fields in a {op} record, got {', '.join(extra)}.")

@@ -149,6 +149,8 @@ class _Parser:
                     "direction": direction,
                     "layer": layer,
                     "microbatch": int(microbatch),
+                    "chunk": 0,
+                    "phase": None,
                     "stream": 0,
                 }
             case ["end", name, direction]:

@@ -10,7 +10,7 @@ import pytest
 from real.config import Scenario, load_scenario
 from real.result import RunResult
 from real.trace import JsonlSink, trace_path
-from sim.cli import DEFAULT_SCENARIO
+from sim.commands.common import DEFAULT_SCENARIO
 from sim.runner import run_in_process
 from sim.world import SkipCollective, SwapCollectives, WorldError
 

@@ -14,7 +14,7 @@ import pytest
 
 from real.config import Scenario, load_scenario
 from real.trace import JsonlSink, MemorySink, trace_path
-from sim.cli import DEFAULT_SCENARIO
+from sim.commands.common import DEFAULT_SCENARIO
 from sim.runner import run_in_process
 from sim.world import WorldError, gloo
 from sim.world.gloo import run_gloo

@@ -335,7 +335,7 @@ def test_globals_that_are_called_unused_keep_their_values_in_a_run(
 ) -> None:
     """The allow list is checked against a small scenario."""
     from real.config import load_scenario
-    from sim.cli import DEFAULT_SCENARIO
+    from sim.commands.common import DEFAULT_SCENARIO
     from sim.runner import run_in_process
 
     names = {n for n in _all_assigned(megatron_modules) - _per_rank() if _is_never_used(n)}

@@ -16,6 +16,9 @@ class NodeCall(NamedTuple):
         layer: "layer 3" counted from 1 as Megatron does, or None outside a layer.
         plan: Stands for the microbatch: equal for all nodes of one chunk plan.
         stream: The node's stream, or None before its first run.
+        phase: "warmup" (forward alone), "steady" (forward and backward interleaved), "cooldown"
+            (backward alone), or None outside a combined step.
+        chunk: Virtual pipeline chunk, 0 without one.
     """
 
     name: str
@@ -23,6 +26,8 @@ class NodeCall(NamedTuple):
     layer: str | None
     plan: object | None
     stream: Any
+    phase: str | None
+    chunk: int
 
 
 @contextmanager
@@ -30,7 +35,10 @@ def observed_nodes(
     before: Callable[[NodeCall], None], after: Callable[[NodeCall], None]
 ) -> Iterator[None]:
     """Calls `before` and `after` around every schedule node of the process."""
-    from megatron.core.models.common.model_chunk_schedule_plan import TransformerLayerSchedulePlan
+    from megatron.core.models.common.model_chunk_schedule_plan import (
+        TransformerLayerSchedulePlan,
+        TransformerModelChunkSchedulePlan,
+    )
     from megatron.core.models.common.utils import TransformerLayerNode
     from megatron.core.pipeline_parallel.utils import ScheduleNode
 
@@ -41,11 +49,20 @@ def observed_nodes(
         (TransformerLayerNode, "backward_dw"): "wgrad",
     }
     originals = {key: getattr(*key) for key in runs}
+    run_step = TransformerModelChunkSchedulePlan.run
 
     def build_and_name(plan: Any, *args: Any, **kwargs: Any) -> None:
         build(plan, *args, **kwargs)
         for node in (plan.pre_dispatch_computation, plan.mlp, plan.moe_dispatch, plan.moe_combine):
             node.testbed_layer = f"layer {plan.layer.layer_number}"
+
+    def run_and_tell_phase(f_plan: Any, b_plan: Any, *args: Any, **kwargs: Any) -> Any:
+        phase = "cooldown" if f_plan is None else "warmup" if b_plan is None else "steady"
+        for plan in (f_plan, b_plan):
+            if plan is not None:
+                plan._model_chunk_state.testbed_phase = phase
+                plan._model_chunk_state.testbed_chunk = plan.vp_stage or 0
+        return run_step(f_plan, b_plan, *args, **kwargs)
 
     def observe(owner: type, method: str) -> Callable[..., Any]:
         original, direction = originals[owner, method], runs[owner, method]
@@ -53,12 +70,15 @@ def observed_nodes(
         def run(node: Any, *args: Any, **kwargs: Any) -> Any:
             if direction == "wgrad" and not node.delay_wgrad_compute:
                 return original(node, *args, **kwargs)
+            plan = getattr(node, "chunk_state", None)
             call = NodeCall(
                 name=node.name,
                 direction=direction,
                 layer=getattr(node, "testbed_layer", None),
-                plan=getattr(node, "chunk_state", None),
+                plan=plan,
                 stream=None if callable(node.stream) else node.stream,
+                phase=getattr(plan, "testbed_phase", None),
+                chunk=getattr(plan, "testbed_chunk", 0),
             )
             before(call)
             result = original(node, *args, **kwargs)
@@ -68,11 +88,13 @@ def observed_nodes(
         return run
 
     TransformerLayerSchedulePlan._build_callable_nodes = build_and_name
+    TransformerModelChunkSchedulePlan.run = staticmethod(run_and_tell_phase)
     for owner, method in runs:
         setattr(owner, method, observe(owner, method))
     try:
         yield
     finally:
         TransformerLayerSchedulePlan._build_callable_nodes = build
+        TransformerModelChunkSchedulePlan.run = staticmethod(run_step)
         for (owner, method), original in originals.items():
             setattr(owner, method, original)

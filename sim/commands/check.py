@@ -1,0 +1,53 @@
+"""`python -m sim check`: judges the traces of a run and prints what is broken."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from real.trace import read_traces
+from sim.commands.common import DIFFERS
+
+
+def add(commands: Any) -> None:
+    """Adds the command's parser."""
+    check = commands.add_parser(
+        "check",
+        help="judge a trace",
+        description="Judges the traces of one run, simulated or real. Exit status: 0 nothing "
+        "broken, 1 violations, 2 no readable trace.",
+    )
+    check.add_argument("trace", type=Path, help="folder with one file a rank")
+    check.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
+    """Judges a trace."""
+    from sim.checks import check_traces
+
+    traces = read_traces(arguments.trace)
+    violations = check_traces(traces)
+    cut = [trace.rank for trace in traces if not trace.is_complete]
+    num_records = sum(len(trace.records) for trace in traces)
+    if arguments.json:
+        print(
+            json.dumps(
+                {
+                    "passed": not violations,
+                    "ranks": len(traces),
+                    "num_records": num_records,
+                    "incomplete_ranks": cut,
+                    "violations": [violation.as_dict() for violation in violations],
+                }
+            )
+        )
+    else:
+        for violation in violations:
+            print(violation)
+        if cut:
+            print(f"cut short on rank {', '.join(map(str, cut))}: the end was not judged")
+        print(f"{len(violations)} violations in {num_records} records of {len(traces)} ranks")
+    return DIFFERS if violations else 0

@@ -1,0 +1,44 @@
+"""What commands share: exit statuses, where files are, the progress line."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from real.flags import BAD_INPUT
+
+FIXTURES: Final = Path(__file__).parent.parent.parent / "fixtures"
+DEFAULT_SCENARIO: Final = FIXTURES / "configs" / "default.toml"
+DIFFERS: Final = 1
+"""Exit status when what was asked for does not hold."""
+
+INTERRUPTED: Final = 130
+
+Progress = Callable[[str], None]
+
+
+def fail(message: str) -> int:
+    """Says in one line what is wrong with the input and returns the exit status."""
+    print(f"sim: {message}", file=sys.stderr)
+    return BAD_INPUT
+
+
+def no_progress(text: str) -> None:
+    """Shows nothing."""
+
+
+def progress_line() -> Progress:
+    """Returns what shows one changing line on a terminal and nothing in a pipe.
+
+    An empty text clears the line.
+    """
+    if not sys.stderr.isatty():
+        return no_progress
+
+    def show(text: str) -> None:
+        sys.stderr.write(f"\r\x1b[K{text}")
+        sys.stderr.flush()
+
+    return show
