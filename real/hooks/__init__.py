@@ -1,5 +1,6 @@
 """The hook-installation code that joins MFSDP v2 to the combined 1F1B schedule."""
 
+from real.hooks.errors import ContractError
 from real.hooks.install import HookHandle, install_hooks
 from real.hooks.lifecycle import IllegalStep, UnitPhase
 from real.hooks.plan import HookPlan, build_plan
@@ -7,6 +8,7 @@ from real.hooks.scheduler import Prefetch, ScheduledUnit, UnitScheduler
 from real.hooks.unit import FsdpContext, FsdpUnit
 
 __all__ = [
+    "ContractError",
     "FsdpContext",
     "FsdpUnit",
     "HookHandle",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from real.hooks.errors import ContractError
+
 
 class GradientCountdown:
     """Counts down once per gradient and arms itself again when the last one has come.
@@ -28,13 +30,15 @@ class GradientCountdown:
         """Counts one gradient; returns True when it was the last, and arms the counter again.
 
         Raises:
-            RuntimeError: The parameter has had all its gradients of this microbatch.
+            ContractError: The parameter has had all its gradients of this microbatch.
         """
         if self._left[parameter] == 0:
-            raise RuntimeError(
+            raise ContractError(
                 f"Expected {self._fires[parameter]} gradient(s) of {parameter!r} per microbatch in "
                 f"FSDP unit {self._unit or '<root>'!r}, got one more while "
-                f"{', '.join(self.missing())} had none."
+                f"{', '.join(self.missing())} had none.",
+                rule="I5",
+                unit=self._unit,
             )
         self._left[parameter] -= 1
         self._num_left -= 1

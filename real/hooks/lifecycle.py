@@ -13,6 +13,8 @@ from __future__ import annotations
 from enum import Enum
 from typing import Final
 
+from real.hooks.errors import ContractError
+
 
 class UnitPhase(Enum):
     """Which intervals of a unit are open."""
@@ -56,7 +58,7 @@ TRANSITIONS: Final[dict[tuple[UnitPhase, UnitEvent], UnitPhase]] = {
 """Legal steps; what is missing is illegal: a gradient, or an end, of a backward not begun."""
 
 
-class IllegalStep(RuntimeError):
+class IllegalStep(ContractError):
     """A step that the transition table does not have."""
 
 
@@ -86,7 +88,9 @@ class UnitLifecycle:
             by = f" by {cause}" if cause else ""
             raise IllegalStep(
                 f"Cannot take step '{event.value}'{by} of FSDP unit {self._unit or '<root>'!r}: "
-                f"its phase is '{self.phase.value}'."
+                f"its phase is '{self.phase.value}'.",
+                rule="I18",
+                unit=self._unit,
             )
         self.phase = after
         return after

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
 from typing import TYPE_CHECKING
@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from real.hooks import ordering
 from real.hooks.completion import GradientCountdown
+from real.hooks.errors import ContractError
 from real.hooks.lifecycle import UnitEvent, UnitLifecycle, UnitPhase
 from real.hooks.unit import FsdpContext, FsdpUnit
 from real.trace import OpKind, active_recorder
@@ -45,6 +46,7 @@ class ScheduledUnit:
         is_released_by_schedule: Whether the schedule calls the forward release; otherwise the
             forward interval ends with the backward, since the schedule has no later point.
         grad_divisor: Divides the gradients before they are reduced.
+        delayed: Names of the parameters whose gradient comes from a later weight-gradient call.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class ScheduledUnit:
         fires: Mapping[str, int],
         is_released_by_schedule: bool,
         grad_divisor: int = 1,
+        delayed: Collection[str] = (),
     ) -> None:
         self.unit = unit
         self.name = unit.name
@@ -62,6 +65,7 @@ class ScheduledUnit:
         self.is_trainable = bool(fires)
         self.is_released_by_schedule = is_released_by_schedule
         self.grad_divisor = grad_divisor
+        self.delayed = frozenset(delayed)
         self.joined_streams: list[torch.cuda.Stream] = []
         # All gradients of this microbatch have come: whatever uses the unit now comes too late.
         self.is_complete = False
@@ -164,7 +168,7 @@ class UnitScheduler:
         gradient is zero, so that every rank reduces the same units whatever its data was.
 
         Raises:
-            RuntimeError: A unit was used in backward after its last gradient, or its gradients are
+            ContractError: A unit was used in backward after its last gradient, or its gradients are
                 not what was declared.
         """
         for name in names:
@@ -173,9 +177,11 @@ class UnitScheduler:
             if unit.lifecycle.phase not in (UnitPhase.BACKWARD, UnitPhase.BOTH):
                 continue
             if was_complete and not unit.countdown.is_started:
-                raise RuntimeError(
+                raise ContractError(
                     f"Expected no use of FSDP unit {unit.name or '<root>'!r} between its last "
-                    f"gradient and {cause}, got it unsharded again: a backward hook ran late."
+                    f"gradient and {cause}, got it unsharded again: a backward hook ran late.",
+                    rule="I3",
+                    unit=unit.name,
                 )
             if not unit.is_trainable:
                 self._close_backward(unit, cause)
@@ -200,7 +206,7 @@ class UnitScheduler:
         """The current stream waits for every reduction: gradients may be read after this.
 
         Raises:
-            RuntimeError: A unit's gradients are not complete, or a unit is still unsharded; the
+            ContractError: A unit's gradients are not complete, or a unit is still unsharded; the
                 message names parameters or units.
         """
         self.release_backward(list(self.units), "finish_grad_sync")
@@ -269,9 +275,11 @@ class UnitScheduler:
 
     def _finish_backward(self, unit: ScheduledUnit, cause: str, *, num_zero_filled: int) -> None:
         if self._fence_owner is None:
-            raise RuntimeError(
+            raise ContractError(
                 f"Cannot reduce FSDP unit {unit.name or '<root>'!r} before somebody owns the final "
-                "wait; construct the scheduler with fence_owner and call finish_grad_sync()."
+                "wait; construct the scheduler with fence_owner and call finish_grad_sync().",
+                rule="I8",
+                unit=unit.name,
             )
         # Full weights go before the packed gradient buffer comes: both at once would be the peak.
         self._close_backward(unit, cause)
@@ -282,6 +290,7 @@ class UnitScheduler:
             last=self.context.is_last_microbatch,
             zero_filled=num_zero_filled,
         )
+        self._check_present(unit)
         if unit.grad_divisor != 1:
             grads = [p.grad for p in unit.unit.trainable_parameters.values() if p.grad is not None]
             torch._foreach_div_(grads, unit.grad_divisor)
@@ -293,32 +302,51 @@ class UnitScheduler:
         for hook in list(unit.post_backward_hooks.values()):
             hook(unit.unit.module)
 
+    def _check_present(self, unit: ScheduledUnit) -> None:
+        for name, parameter in unit.unit.trainable_parameters.items():
+            if parameter.grad is None:
+                is_delayed = name in unit.delayed
+                source = "its delayed weight gradient" if is_delayed else "a gradient"
+                raise ContractError(
+                    f"Expected {source} of {name!r} before FSDP unit {unit.name or '<root>'!r} "
+                    "reduces, got none.",
+                    rule="I7" if is_delayed else "I6",
+                    unit=unit.name,
+                )
+
     def _check_resting(self) -> None:
         awake = [
-            f"{unit.name or '<root>'} ({unit.lifecycle.phase.value})"
+            unit
             for unit in self.units.values()
             if unit.lifecycle.phase is not UnitPhase.RESTING or unit.unit.unshard_event is not None
         ]
         if awake:
-            raise RuntimeError(
+            listed = (f"{unit.name or '<root>'} ({unit.lifecycle.phase.value})" for unit in awake)
+            raise ContractError(
                 "Expected every FSDP unit sharded and resting at the end of the step, got these "
-                f"still unsharded: {', '.join(awake)}."
+                f"still unsharded: {', '.join(listed)}.",
+                rule="I3",
+                unit=awake[0].name,
             )
 
     def _zero_fill(self, unit: ScheduledUnit) -> int:
         short = unit.countdown.short()
         if short:
-            raise RuntimeError(
+            raise ContractError(
                 f"Expected every declared gradient of {', '.join(short)} in FSDP unit "
-                f"{unit.name or '<root>'!r} by the end of its backward, got fewer."
+                f"{unit.name or '<root>'!r} by the end of its backward, got fewer.",
+                rule="I5",
+                unit=unit.name,
             )
         missing = unit.countdown.missing()
         parameters = unit.unit.trainable_parameters
         for name in missing:
             if parameters[name].grad is not None:
-                raise RuntimeError(
+                raise ContractError(
                     f"Expected a completion hook for the gradient of {name!r} in FSDP unit "
-                    f"{unit.name or '<root>'!r}, got the gradient without one."
+                    f"{unit.name or '<root>'!r}, got the gradient without one.",
+                    rule="I5",
+                    unit=unit.name,
                 )
             parameters[name].grad = torch.zeros_like(parameters[name])
         unit.countdown.rearm()

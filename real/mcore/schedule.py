@@ -201,6 +201,7 @@ class Mfsdp1F1B(_BaseDataParallel):
                 fires=fires[name],
                 is_released_by_schedule=name not in kept,
                 grad_divisor=self._grad_divisors.get(name, 1),
+                delayed=[g.parameter for g in plan.gradients if g.is_delayed and g.unit == name],
             )
             for name, unit in units.items()
         }
