@@ -157,7 +157,7 @@ class _Checker:
             if write is not None and storage.write_stream != stream:
                 if not is_ordered(stream, storage.write_stream, write["seq"]):
                     self._report_race(
-                        storage.read_rule,
+                        "I8" if _is_reduction(write) else storage.read_rule,
                         storage,
                         number,
                         (write, storage.write_stream),
@@ -344,6 +344,7 @@ class _Checker:
             first=self._access(number, *earlier),
             second=self._access(number, *later),
             missing=self._missing(later[1], earlier[1], earlier[0]),
+            unit=earlier[0].get("unit") or later[0].get("unit"),
         )
 
     def _access(self, number: int, record: Record, stream: int) -> Access:
@@ -377,6 +378,7 @@ class _Checker:
         first: Access | None = None,
         second: Access,
         missing: str | None = None,
+        unit: str | None = None,
     ) -> None:
         key = (rule, number, self._place.microbatch)
         if key in self._reported:
@@ -385,11 +387,19 @@ class _Checker:
         self._reporter.report(
             rule,
             f"{message}.",
-            unit=None if storage.name is None else storage.name.partition(":")[0],
+            unit=unit if storage.name is None else storage.name.partition(":")[0],
             first=first,
             second=second,
             missing=missing,
         )
+
+
+def _is_reduction(record: Record) -> bool:
+    return (
+        record["op"] == OpKind.COLLECTIVE
+        and record["kind"] in ("reduce_scatter", "all_reduce")
+        and record["unit"] is not None
+    )
 
 
 def _call(record: Record) -> str:

@@ -233,6 +233,9 @@ class FakeProcessGroup(_ProcessGroup):
             reads=_storage_ids(device, call.inputs),
             writes=_storage_ids(device, call.outputs),
         )
+        if is_async and len(self.ranks) > 1:
+            with torch._C._DisableTorchDispatch():
+                collectives.blank_outputs(call)
         return _Issued(self._transport.start(self, n, call), n)
 
     def _finish(self, handles: list[_Issued], is_async: bool, result: Any) -> dist.Work:
