@@ -76,7 +76,7 @@ def fsdp_bytes(trace: Trace) -> FsdpBytes | None:
         total = sum(live.values())
         if total > peak:
             peak, at_peak, peak_seq = total, dict(live), change.seq
-    if not live:
+    if peak <= 0:
         return None
     return FsdpBytes(
         resting=_known(resting if resting is not None else dict(live)),
