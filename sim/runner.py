@@ -139,6 +139,52 @@ def run_in_process(
     return dataclasses.replace(result, violations=tuple(str(v) for v in violations))
 
 
+def record_traces(
+    scenario: Scenario,
+    *,
+    schedule_seed: int = 0,
+    sinks: Sequence[Sink | None] = (),
+    faults: Sequence[Fault] = (),
+    kernel_steps: Collection[int] | None = None,
+    records_shapes: bool = False,
+    progress: Progress = lambda _: None,
+) -> list[Trace]:
+    """Runs a scenario without its reference and returns every rank's trace, not judged.
+
+    Args:
+        scenario: The run.
+        schedule_seed: Chooses the order in which ranks take turns.
+        sinks: Where each rank's records go too.
+        faults: Disturbances of the scenario's collectives.
+        kernel_steps: Steps in which kernels are recorded; None records all.
+        records_shapes: Also record the shapes of what kernels read and write.
+        progress: Shown one line of text now and then.
+
+    Raises:
+        WorldError: A rank failed or the ranks do not agree.
+    """
+    kept = [_KeepingSink(sink) for sink in sinks or [None] * scenario.world_size]
+    with ExitStack() as stack:
+        for sink in kept:
+            stack.callback(sink.close)
+        stack.enter_context(megatron_on_fake_cuda())
+        from real.mcore.observe import recorded_nodes
+
+        stack.enter_context(recorded_nodes())
+        _run_world(
+            scenario,
+            is_reference=False,
+            sinks=kept,
+            schedule_seed=schedule_seed,
+            replay="",
+            faults=faults,
+            progress=progress,
+            kernel_steps=range(scenario.train_iters) if kernel_steps is None else kernel_steps,
+            records_shapes=records_shapes,
+        )
+    return [_trace_of(sink.records) for sink in kept]
+
+
 def run_reference(
     scenario: Scenario, schedule_seed: int = 0, progress: Progress = lambda _: None
 ) -> list[JobOutput]:
