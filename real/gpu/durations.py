@@ -82,7 +82,10 @@ class DeviceTimes:
     def note(self, recorder: GpuRecorder, op: OpKind) -> None:
         """Takes the newest record into account."""
         if op is OpKind.NODE:
-            self._nodes.append(Span(record=self._sink.held[-1]))
+            span = Span(record=self._sink.held[-1])
+            self._nodes.append(span)
+            if span.record["direction"] == "wgrad":  # waits for nothing: its stream has the inputs
+                self.waited(recorder, torch.cuda.current_stream())
         elif op is OpKind.NODE_END:
             span = self._nodes.pop()
             if span.start is not None:
@@ -93,11 +96,9 @@ class DeviceTimes:
 
     def waited(self, recorder: GpuRecorder, stream: Any) -> None:
         """A stream was told to wait; a node that began just now starts here."""
-        if self._nodes:
+        if self._nodes and self._nodes[-1].start is None:
             span = self._nodes[-1]
-            number = recorder.stream_number(stream.stream_id)
-            if span.start is None and span.record["stream"] == number:
-                span.stream, span.start = stream, self._mark(recorder, stream)
+            span.stream, span.start = stream, self._mark(recorder, stream)
 
     def begin(self, recorder: GpuRecorder) -> Span:
         """The newest record's work is about to be issued on the current stream."""

@@ -75,8 +75,8 @@ class GpuRecorder(Recorder):
         if stream is not None and op is not OpKind.STREAM:
             fields["stream"] = self.stream_number(stream)
         if self.times is None:
-            return super().record(op, **fields)
-        seq = super().record(op, host_ns=self.times.now(), **fields)
+            return self._append(op, fields)
+        seq = self._append(op, {"host_ns": self.times.now(), **fields})
         self.times.note(self, op)
         return seq
 
@@ -98,7 +98,7 @@ class GpuRecorder(Recorder):
 
     def event_mark(self, event: Any) -> _EventMark:
         """Returns what is known of an event; a new one gets the next number."""
-        mark = event.__dict__.get(_MARK)
+        mark = getattr(event, _MARK, None)
         if mark is None or mark.recorder is not self:
             mark = _EventMark(self, self._num_events, None)
             self._num_events += 1
