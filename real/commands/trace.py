@@ -32,6 +32,13 @@ def add(commands: Any) -> None:
         help="folder of the trace; of several scenarios, a folder each in it, named as the file",
     )
     trace.add_argument(
+        "--warmup",
+        type=int,
+        default=1,
+        metavar="N",
+        help="forwards and backwards before, without a record: libraries compile in the first",
+    )
+    trace.add_argument(
         "--durations",
         action="store_true",
         help="also record when the host issued each record and the device ran collectives and "
@@ -52,8 +59,9 @@ def run(arguments: argparse.Namespace) -> int:
     from real.gpu.world import scenario_of_launch
 
     files: list[Path] = arguments.scenarios or [CONFIGS / "parity.toml"]
-    if arguments.timed < 0:
-        return fail(f"Expected --timed of 0 or more, got {arguments.timed}.")
+    for name in ("timed", "warmup"):
+        if getattr(arguments, name) < 0:
+            return fail(f"Expected --{name} of 0 or more, got {getattr(arguments, name)}.")
     overrides = scenario_overrides(arguments)
     scenarios: dict[Path, Scenario] = {}
     for file in files:
@@ -68,7 +76,12 @@ def run(arguments: argparse.Namespace) -> int:
             return fail(f"Expected equal {different[0]} in all scenarios, got another in {out}.")
     from real.gpu.trace import run_traces
 
-    results = run_traces(scenarios, has_durations=arguments.durations, num_timed=arguments.timed)
+    results = run_traces(
+        scenarios,
+        num_warmup=arguments.warmup,
+        has_durations=arguments.durations,
+        num_timed=arguments.timed,
+    )
     if not is_first_rank():
         return 0
     if arguments.json:

@@ -23,7 +23,7 @@ from real.trace import JsonlSink, trace_path
 if TYPE_CHECKING:
     from real.mcore.jobs import Job
 
-_WARMUP: Final = 2
+_UNTIMED: Final = 2
 """Steps of each kind before any is timed."""
 
 
@@ -88,6 +88,7 @@ def open_file(out: Path, rank: int, world_size: int) -> JsonlSink:
 def run_traces(
     scenarios: Mapping[Path, Scenario],
     *,
+    num_warmup: int = 1,
     has_durations: bool = False,
     num_timed: int = 0,
     progress: Callable[[str], None] = lambda _: None,
@@ -96,6 +97,8 @@ def run_traces(
 
     Args:
         scenarios: What to train, by the folder that the trace goes to; of equal parallel sizes.
+        num_warmup: Forwards and backwards that are not recorded, before the first step: libraries
+            compile and choose kernels in the first one, and wait for the device meanwhile.
         has_durations: Also record when things were issued and run.
         num_timed: Steps to time with and without a record, by turns, after the trace is written.
         progress: Told what begins.
@@ -105,7 +108,12 @@ def run_traces(
         for out, scenario in scenarios.items():
             progress(f"{out}: {scenario.train_iters} steps")
             results[out] = _record(
-                scenario, out, rank, has_durations=has_durations, num_timed=num_timed
+                scenario,
+                out,
+                rank,
+                num_warmup=num_warmup,
+                has_durations=has_durations,
+                num_timed=num_timed,
             )
             gc.collect()
             torch.cuda.empty_cache()
@@ -113,7 +121,13 @@ def run_traces(
 
 
 def _record(
-    scenario: Scenario, out: Path, rank: int, *, has_durations: bool, num_timed: int
+    scenario: Scenario,
+    out: Path,
+    rank: int,
+    *,
+    num_warmup: int,
+    has_durations: bool,
+    num_timed: int,
 ) -> TraceResult:
     from real.mcore.jobs import FsdpJob, run_job
 
@@ -124,6 +138,10 @@ def _record(
         recorder.header(rank=rank, world_size=scenario.world_size, scenario=scenario.as_dict())
         with _recorded(recorder):
             job = FsdpJob(scenario)
+        for _ in range(num_warmup):
+            job.forward_backward(0)
+            job.clear_gradients()
+        with _recorded(recorder):
             output = run_job(job, scenario)
         recorder.close()
     times = _time_steps(job, scenario, out, num_timed) if num_timed else (None, None)
@@ -159,7 +177,7 @@ def _time_steps(job: Job, scenario: Scenario, out: Path, repeats: int) -> tuple[
     recorded: list[float] = []
     gc.collect()
     gc.disable()
-    for repeat in range(_WARMUP + repeats):
+    for repeat in range(_UNTIMED + repeats):
         step = scenario.train_iters + repeat
         plain.append(_time(job, step))
         with _recorded(recorder):
@@ -169,7 +187,7 @@ def _time_steps(job: Job, scenario: Scenario, out: Path, repeats: int) -> tuple[
     gc.enable()
     recorder.close()
     path.unlink()
-    return statistics.median(plain[_WARMUP:]), statistics.median(recorded[_WARMUP:])
+    return statistics.median(plain[_UNTIMED:]), statistics.median(recorded[_UNTIMED:])
 
 
 def _time(job: Job, step: int) -> float:

@@ -33,11 +33,6 @@ ACTIVATION: Final = Allowance(
     reason="Tokens per expert are data, and kernels on a GPU may pad. The buffers of units, which "
     "live on the all-gather stream, are compared.",
 )
-ATTENTION: Final = Allowance(
-    name="hooks inside Transformer Engine's attention",
-    reason="Its attention has a submodule a backend, without parameters; the stand-in has none. "
-    "Only hooks on every submodule see them, and only while they gather nothing.",
-)
 RANGES: Final = Allowance(
     name="profiler ranges that are not MFSDP's",
     reason="Libraries open ranges of their own when a profiler or a flag asks for it.",
@@ -52,20 +47,8 @@ KERNELS: Final = Allowance(
     reason="They are recorded on request, and Transformer Engine's own kernels on no GPU.",
 )
 
-ALLOWANCES: Final = (ROUTED, ACTIVATION, ATTENTION, RANGES, NUMBERS, KERNELS)
+ALLOWANCES: Final = (ROUTED, ACTIVATION, RANGES, NUMBERS, KERNELS)
 """All of them."""
-
-ATTENTION_BACKENDS: Final = frozenset(
-    {
-        "flash_attention",
-        "fused_attention",
-        "unfused_attention",
-        "FlashAttention",
-        "FusedAttention",
-        "UnfusedDotProductAttention",
-    }
-)
-"""Names of the submodules that `ATTENTION` is about."""
 
 MFSDP_RANGE: Final = "MFSDP "
 """How the ranges of units begin."""

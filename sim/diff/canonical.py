@@ -12,17 +12,17 @@ range, and those from the beginning of the step.
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from real.trace import OpKind, Trace
+from real.trace.record import OPTIONAL
 from real.trace.recorder import Record
 from sim.diff.allowances import (
     ACTIVATION,
-    ATTENTION,
-    ATTENTION_BACKENDS,
     KERNELS,
     MFSDP_RANGE,
     NUMBERS,
@@ -120,6 +120,10 @@ _ROLE_SIGNS: Final[tuple[tuple[str, Callable[[Record], bool]], ...]] = (
 )
 
 
+_NUMBERS: Final = frozenset({"seq", "op", "records", "storage", "graph", "model", *OPTIONAL})
+"""Fields that are numbers of things, or times."""
+
+
 class _Writer:
     def __init__(self, trace: Trace) -> None:
         self._rank = trace.rank
@@ -135,7 +139,6 @@ class _Writer:
         self._records_here: Counter[int] = Counter()
         self._record_names: dict[int, str] = {}
         self._ranges: list[bool] = []
-        self._hidden_hook: str | None = None
 
     def add(self, record: Record) -> None:
         """Adds one record's line, or counts why it has none."""
@@ -168,13 +171,6 @@ class _Writer:
             return None if self._ranges[-1] else RANGES
         if op == OpKind.NVTX_POP and self._ranges:
             return None if self._ranges.pop() else RANGES
-        if op == OpKind.HOOK:
-            is_hidden = record["module"].rpartition(".")[2] in ATTENTION_BACKENDS
-            self._hidden_hook = record["unit"] if is_hidden else None
-            return ATTENTION if is_hidden else None
-        if op == OpKind.UNSHARD and record["unit"] == self._hidden_hook:
-            self._hidden_hook = None
-            return None if record["gathered"] else ATTENTION
         return None
 
     # -- where records are ------------------------------------------------------------------
@@ -292,7 +288,19 @@ class _Writer:
             case OpKind.FENCE | OpKind.OPTIMIZER_STEP:
                 return f"{op} {self._role(r['stream'])}"
             case _:
-                return str(op)
+                return self._any(op, r)
+
+    def _any(self, op: OpKind, r: Record) -> str:
+        """Writes a record without a form of its own: all fields but numbers and times."""
+        words = [str(op)]
+        for name, value in r.items():
+            if name == "stream":
+                words.append(self._role(value))
+            elif name == "unit" and value is not None:
+                words.append(f"unit={_unit(value)}")
+            elif name not in _NUMBERS:
+                words.append(f"{name}={json.dumps(value)}")
+        return " ".join(words)
 
     def _awaited(self, record: int | None) -> str:
         return "nothing" if record is None else self._record_names.get(record, "an earlier step")
