@@ -283,6 +283,8 @@ class _Writer:
                 return f"{r['event']} step {r['step']}"
             case OpKind.GRAD_READ:
                 return f"grad_read by {r['by']} {self._role(r['stream'])}"
+            case OpKind.NVTX_POP:
+                return "pop"
             case OpKind.NVTX_PUSH:
                 return f"push {r['text']}"
             case OpKind.FENCE | OpKind.OPTIMIZER_STEP:
