@@ -10,10 +10,12 @@ from sim.checks.base import Check, Violation
 from sim.checks.collectives import check_collectives
 from sim.checks.storage import check_storage
 from sim.checks.units import check_units
+from sim.checks.uses import check_uses
 
 CHECKS: Final[dict[str, Check]] = {
     "storage": check_storage,
     "units": check_units,
+    "uses": check_uses,
     "collectives": check_collectives,
 }
 
