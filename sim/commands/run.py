@@ -38,8 +38,13 @@ def add(commands: Any) -> None:
     run.add_argument("--out", type=Path, help="folder of the trace (default: runs/SCENARIO)")
     run.add_argument(
         "--kernels",
-        action="store_true",
-        help="also record kernels with the storages they read and write, and check their order",
+        choices=("none", "step", "all"),
+        default="step",
+        help="record kernels with the storages they read and write, and check their order: in the "
+        "second step (default; the first if there is only one), in all steps, or not at all",
+    )
+    run.add_argument(
+        "--shapes", action="store_true", help="record the shapes of kernels too, for timing"
     )
     run.add_argument(
         "--shapes-only",
@@ -85,6 +90,7 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     from sim.runner import open_sinks, run_in_process
     from sim.world.world import WorldError
 
+    kernel_steps = None if arguments.kernels == "all" else [min(1, scenario.train_iters - 1)]
     progress = progress_line() if not arguments.json else no_progress
     if arguments.shapes_only:
         return _run_for_shapes(scenario, arguments, out, replay, progress)
@@ -101,7 +107,9 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
                 out=out,
                 replay=replay,
                 progress=progress,
-                records_kernels=arguments.kernels,
+                records_kernels=arguments.kernels != "none",
+                kernel_steps=kernel_steps,
+                records_shapes=arguments.shapes,
             )
     except WorldError as error:
         progress("")
