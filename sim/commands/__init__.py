@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any, Final, Protocol
 
-from sim.commands import check, mutants, run
+from sim.commands import check, mutants, run, time
 
 Subparsers = Any  # argparse gives the class no public name
 
@@ -34,6 +34,7 @@ class Command(Protocol):
 COMMANDS: Final[dict[str, Command]] = {
     "run": run,
     "check": check,
+    "time": time,
     "mutants": mutants,
 }
 """All commands by name, in the order in which help lists them."""

@@ -51,6 +51,8 @@ class Conditions:
     straggler_rank: int = 0
 
 
+AS_RECORDED: Final = Conditions()
+
 Place = Callable[[str, Sequence[int]], Placement]
 """Says where the ranks of a group are, given its name and its ranks in the trace."""
 
@@ -101,7 +103,7 @@ def lower(
     model: CostModel,
     *,
     step: int | None = None,
-    conditions: Conditions = Conditions(),
+    conditions: Conditions = AS_RECORDED,
     place: Place | None = None,
 ) -> Program:
     """Returns the program of one step of all ranks.
@@ -222,7 +224,7 @@ class _RankLowering:
         segment = len(program.segments) - 1
         ops.append((kind, segment, int(self._host + self._latency), argument, seq))
         if conditions.queue_depth is not None and kind <= COLLECTIVE:
-            self._bound(stream, conditions.queue_depth)
+            self._bound(stream, conditions.queue_depth, seq)
 
     def _alias(self, stream: int, kind: int, connections: int) -> None:
         """Puts an operation after the start of the one before it in its hardware queue."""
@@ -241,7 +243,7 @@ class _RankLowering:
             (WAIT, len(self._program.segments) - 1, int(self._host), mark, -1)
         )
 
-    def _bound(self, stream: int, depth: int) -> None:
+    def _bound(self, stream: int, depth: int, seq: int) -> None:
         """Makes the host wait while a stream's queue is full."""
         part = max(1, depth // _QUEUE_PARTS)
         launched = self._launched[stream] = self._launched.get(stream, 0) + 1
@@ -253,7 +255,7 @@ class _RankLowering:
         self._program.streams[stream].append((RECORD, 0, 0, mark, -1))
         place = len(marks) - max(1, depth // part)
         if place >= 0:
-            self._break([marks[place]], -1)
+            self._break([marks[place]], seq)
 
     def _new_mark(self) -> int:
         self._next_mark -= 1

@@ -38,7 +38,7 @@ class Segment:
     Attributes:
         host_ns: How long the host is busy.
         waits: Marks that it then waits for.
-        seq: The record of the wait, or -1.
+        seq: The record after which it waits, or -1.
     """
 
     host_ns: int = 0
