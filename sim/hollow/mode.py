@@ -121,6 +121,11 @@ class HollowMode(TorchDispatchMode):
         self._real_floats = real_floats
         self._shapes: dict[Any, Any] = {}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here, so torch need not guard each call against its compiler."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from real.config import Scenario
-from real.trace import OpKind, Recorder, Sink, recording
+from real.trace import OpKind, Recorder, Sink, active_recorder, recording
 from sim.cuda import FakeDevice, use_device
+from sim.cuda.device import active_device
 from sim.cuda.shapes import ShapeRecorder
 from sim.hollow.mode import REAL_FLOATS, HollowMode
 from sim.hollow.routing import Routing
@@ -85,6 +86,7 @@ def run_for_shapes(
             if sink is not None:
                 stack.callback(sink.close)
         stack.enter_context(megatron_on_fake_cuda())
+        from real.mcore import internals
         from real.mcore.observe import recorded_nodes
         from sim.world import World
 
@@ -97,6 +99,7 @@ def run_for_shapes(
 
         world = World(scenario.world_size, state=rank_state(), replay=replay)
         stack.enter_context(recorded_nodes())
+        stack.enter_context(internals.watched_backwards(_begin, _end))
         counts = world.run(body)
         wall_s = time.perf_counter() - started
     return ShapesResult(num_records=sum(counts), wall_s=wall_s, trace=out)
@@ -105,6 +108,7 @@ def run_for_shapes(
 def _run_rank(
     scenario: Scenario, options: ShapesRun, rank: int, sink: Sink | None, progress: Progress
 ) -> int:
+    from real.mcore import internals
     from real.mcore.model import initialize_parallel
     from sim.world import init_process_group
 
@@ -118,6 +122,7 @@ def _run_rank(
             stack.enter_context(HollowMode(options.routing, real_floats=options.real_floats))
         initialize_parallel(scenario)
         job = _make_job(scenario, options)
+        stack.enter_context(internals.watched_layers(job.model.module, _begin, _end))
         stack.enter_context(ShapeRecorder(device))
         for step in range(options.steps):
             recorder.begin_step(step)
@@ -129,6 +134,24 @@ def _run_rank(
         num_records = recorder.num_records
         recorder.close()
     return num_records
+
+
+def _begin(name: str, direction: str) -> None:
+    """Records a layer or a backward of the plain schedule as a node."""
+    active_recorder().record(
+        OpKind.NODE,
+        name=name,
+        direction=direction,
+        layer=None,
+        microbatch=None,
+        chunk=0,
+        phase=None,
+        stream=active_device().current_stream().stream_id,
+    )
+
+
+def _end(name: str, direction: str) -> None:
+    active_recorder().record(OpKind.NODE_END, name=name, direction=direction)
 
 
 def _make_job(scenario: Scenario, options: ShapesRun) -> Any:

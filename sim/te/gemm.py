@@ -145,12 +145,15 @@ def general_grouped_gemm(
     biases: Sequence[torch.Tensor | None] = (
         bias if use_bias and bias is not None else [None] * len(A)
     )
-    bias_gradients = [
-        general_gemm(
-            a, b, layout=layout, out=target, accumulate=accumulate, bias=pair_bias, grad=grad
-        )[1]
-        for a, b, target, pair_bias in zip(A, B, targets, biases, strict=True)
-    ]
+    bias_gradients = []
+    for a, b, target, pair_bias in zip(A, B, targets, biases, strict=True):
+        # A name of its own: on a GPU the products of all experts run side by side.
+        with kernel(f"te:expert_gemm_{layout}", reads=(a, b, pair_bias), updates=(target,)) as one:
+            bias_gradient = general_gemm(
+                a, b, layout=layout, out=target, accumulate=accumulate, bias=pair_bias, grad=grad
+            )[1]
+            one.writes = (bias_gradient,)
+        bias_gradients.append(bias_gradient)
     return out, bias_gradients, None
 
 
