@@ -175,10 +175,10 @@ def _watched(job: Any, watch: Stopwatch) -> Iterator[None]:
     """Times every node, layer, backward and unit of a job."""
     from real.mcore import internals
 
-    def begin(name: str, kind: str) -> None:
+    def begin(name: str, kind: str, _: str = "") -> None:
         watch.begin(f"{name} {kind}".strip())
 
-    def end(_: str, __: str) -> None:
+    def end(*_: str) -> None:
         watch.end()
 
     with ExitStack() as stack:

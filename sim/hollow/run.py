@@ -100,6 +100,8 @@ def run_for_shapes(
         world = World(scenario.world_size, state=rank_state(), replay=replay)
         stack.enter_context(recorded_nodes())
         stack.enter_context(internals.watched_backwards(_begin, _end))
+        if not (scenario.overlap_moe_expert_parallel_comm or scenario.fine_grained_hooks):
+            stack.enter_context(internals.watched_units(_record_unit, lambda *_: None))
         counts = world.run(body)
         wall_s = time.perf_counter() - started
     return ShapesResult(num_records=sum(counts), wall_s=wall_s, trace=out)
@@ -152,6 +154,18 @@ def _begin(name: str, direction: str) -> None:
 
 def _end(name: str, direction: str) -> None:
     active_recorder().record(OpKind.NODE_END, name=name, direction=direction)
+
+
+def _record_unit(name: str, kind: str, unit: str) -> None:
+    """Records what MFSDP's own hooks do with a unit, as our scheduler records what it does."""
+    recorder, stream = active_recorder(), active_device().current_stream().stream_id
+    if name == "unshard":
+        recorder.record(OpKind.UNSHARD, unit=unit, stream=stream, gathered=kind == "gathered")
+    elif name == "reshard":
+        recorder.record(OpKind.RESHARD, unit=unit, stream=stream)
+    else:
+        is_last = kind == "last"
+        recorder.record(OpKind.REDUCE, unit=unit, stream=stream, last=is_last, zero_filled=0)
 
 
 def _make_job(scenario: Scenario, options: ShapesRun) -> Any:

@@ -32,7 +32,10 @@ def small(**changes: object) -> Scenario:
     return load_scenario(FIXTURES / "configs" / "bench-b.toml").changed(**{**SMALL, **changes})
 
 
-def records(scenario: Scenario, **options: Any) -> list[list[dict[str, Any]]]:
+def records(
+    scenario: Scenario,
+    **options: Any,  # noqa: ANN401
+) -> list[list[dict[str, Any]]]:
     sinks = [MemorySink() for _ in range(scenario.world_size)]
     run_for_shapes(scenario, ShapesRun(**options), sinks=sinks)
     return [sink.records for sink in sinks]

@@ -12,11 +12,14 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
 Watcher = Callable[[str, str], None]
-"""Called with the name of what begins or ends, and its direction or kind."""
+"""Called with the name of what begins or ends, and its direction."""
+
+UnitWatcher = Callable[[str, str, str], None]
+"""Called with the name of what begins or ends, its kind, and the name of the unit."""
 
 
 @contextmanager
-def watched_units(before: Watcher, after: Watcher) -> Iterator[None]:
+def watched_units(before: UnitWatcher, after: UnitWatcher) -> Iterator[None]:
     """Calls `before` and `after` around every unshard, reshard and reduction of the process.
 
     Names are "unshard", "reshard" and "reduce"; kinds are "gathered" or "noop" for an unshard,
@@ -46,14 +49,14 @@ def _around(
     original: Callable[..., Any],
     name: str,
     kind_of: Callable[[Any], str],
-    before: Watcher,
-    after: Watcher,
+    before: UnitWatcher,
+    after: UnitWatcher,
 ) -> Callable[..., Any]:
     def run(module: Any, *args: Any, **kwargs: Any) -> Any:
-        kind = kind_of(module)
-        before(name, kind)
+        kind, unit = kind_of(module), str(module.name or "")
+        before(name, kind, unit)
         result = original(module, *args, **kwargs)
-        after(name, kind)
+        after(name, kind, unit)
         return result
 
     return run
