@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any, Final, Protocol
 
-from sim.commands import check, mutants, run, time
+from sim.commands import check, mutants, run, time, whatif
 
 Subparsers = Any  # argparse gives the class no public name
 
@@ -35,6 +35,7 @@ COMMANDS: Final[dict[str, Command]] = {
     "run": run,
     "check": check,
     "time": time,
+    "whatif": whatif,
     "mutants": mutants,
 }
 """All commands by name, in the order in which help lists them."""

@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from real.trace import read_traces
 from sim.commands.common import fail
@@ -15,7 +15,7 @@ from sim.timing.costfile import CostError, load_cluster
 from sim.timing.program import ReplayError
 from sim.timing.report import report, text
 
-DEFAULT_CLUSTER = "h200-x2"
+DEFAULT_CLUSTER: Final = "h200-x2"
 
 
 def add(commands: Any) -> None:
@@ -28,13 +28,7 @@ def add(commands: Any) -> None:
         "status: 0 done, 2 bad input.",
     )
     parser.add_argument("trace", type=Path, help="folder with one file a rank")
-    parser.add_argument(
-        "--cluster",
-        default=DEFAULT_CLUSTER,
-        metavar="FILE",
-        help=f"a cost file, or the name of one in fixtures/costs (default: {DEFAULT_CLUSTER})",
-    )
-    parser.add_argument("--step", type=int, help="optimizer step (default: the last one)")
+    add_cluster(parser)
     parser.add_argument(
         "--ranks",
         type=int,
@@ -42,6 +36,17 @@ def add(commands: Any) -> None:
         help="time as N ranks: the trace's ranks are repeated along the data-parallel axis",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def add_cluster(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags that say what is replayed on what."""
+    parser.add_argument(
+        "--cluster",
+        default=DEFAULT_CLUSTER,
+        metavar="FILE",
+        help=f"a cost file, or the name of one in fixtures/costs (default: {DEFAULT_CLUSTER})",
+    )
+    parser.add_argument("--step", type=int, help="optimizer step (default: the last one)")
 
 
 def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:

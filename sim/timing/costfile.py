@@ -31,6 +31,7 @@ LINKS: Final = ("node", "network")
 TRAFFIC: Final = ("ring", "all_to_all")
 HOST_CALLS: Final = (
     "kernel",
+    "kernel_backward",
     "collective",
     "collective_wait",
     "event_record",
@@ -116,6 +117,7 @@ class Cluster:
         kernel_floor_ns: Time of the smallest kernel.
         launch_latency_ns: From the return of a launch until an idle device starts.
         efficiency: Share of the device's rate that is reached, by class and by flops or bytes.
+        kernel_efficiency: The same for kernels by name, where that of their class does not fit.
         host: Cost of a host call, in nanoseconds.
         host_node: Cost of a schedule node by "name direction", where `host["node"]` does not fit.
         host_kernel: Cost of a launch by kernel name, where `host["kernel"]` does not fit.
@@ -136,6 +138,7 @@ class Cluster:
     kernel_floor_ns: float
     launch_latency_ns: float
     efficiency: Mapping[str, Curve]
+    kernel_efficiency: Mapping[str, Curve]
     host: Mapping[str, float]
     host_node: Mapping[str, float]
     host_kernel: Mapping[str, float]
@@ -230,6 +233,7 @@ class _Reader:
             kernel_floor_ns=self._number(device, "kernel_floor_ns"),
             launch_latency_ns=self._number(device, "launch_latency_ns"),
             efficiency={name: self._curve("efficiency", name) for name in KERNEL_CLASSES},
+            kernel_efficiency=self._curves("efficiency.kernels"),
             host={name: self._number("host", name) for name in HOST_CALLS},
             host_node=self._numbers("host.nodes"),
             host_kernel=self._numbers("host.kernels"),
@@ -302,6 +306,9 @@ class _Reader:
     ) -> dict[str, float]:
         names = dict.fromkeys((*required, *self._section(section)))
         return {name: self._number(section, name, least=least) for name in names}
+
+    def _curves(self, section: str) -> dict[str, Curve]:
+        return {name: self._curve(section, name) for name in self._section(section)}
 
     def _curve(self, section: str, key: str) -> Curve:
         leaf = self._leaf(section, key, ("sizes", "values", "source"))

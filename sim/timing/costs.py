@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from real.trace.recorder import Record
 from sim.timing.collectives import Placement, collective_ns, place
-from sim.timing.costfile import Cluster, CostError, cluster_names, load_cluster
+from sim.timing.costfile import Cluster, CostError, Curve, cluster_names, load_cluster
 from sim.timing.kernels import Shape, Work, work_of
 
 __all__ = ["Cluster", "CostError", "CostModel", "cluster_names", "load_cluster"]
@@ -53,7 +53,9 @@ class CostModel:
         cluster, op = self.cluster, record["op"]
         if op == "kernel":
             own = cluster.host_kernel.get(record["name"])
-            return cluster.host["kernel"] if own is None else own
+            if own is not None:
+                return own
+            return cluster.host["kernel_backward" if record.get("backward") else "kernel"]
         if op == "node":
             own = cluster.host_node.get(f"{record['name']} {record['direction']}")
             return cluster.host["node"] if own is None else own
@@ -71,15 +73,25 @@ class CostModel:
         key = (name, tuple(map(tuple, shapes)))
         known = self._kernels.get(key)
         if known is None:
-            known = self._kernels[key] = self.work_ns(work_of(name, shapes))
+            known = self._kernels[key] = self._timed(name, shapes)
         return known
 
-    def work_ns(self, work: Work) -> int:
-        """Returns the time of some work: the longer of computing and moving, or the floor."""
+    def _timed(self, name: str, shapes: Sequence[Shape]) -> int:
+        work = work_of(name, shapes)
+        return self.work_ns(work, self.cluster.kernel_efficiency.get(name))
+
+    def work_ns(self, work: Work, curve: Curve | None = None) -> int:
+        """Returns the time of some work: the longer of computing and moving, or the floor.
+
+        Args:
+            work: What is done.
+            curve: Its efficiency; None takes that of its class.
+        """
         if not work.kind:
             return 0
         cluster = self.cluster
-        curve = cluster.efficiency[work.kind]
+        if curve is None:
+            curve = cluster.efficiency[work.kind]
         if work.flops:
             rate = self._flops_per_ns(work.dtype) * curve.at(work.flops)
             moving = work.num_bytes / cluster.memory_bandwidth_gbs
