@@ -12,6 +12,7 @@ from real.config import Scenario
 from real.trace import OpKind, Recorder, Sink, recording
 from sim.cuda import FakeDevice, use_device
 from sim.cuda.kernels import KernelRecorder
+from sim.cuda.shapes import ShapeRecorder
 
 if TYPE_CHECKING:
     from real.mcore.jobs import JobOutput
@@ -72,7 +73,7 @@ def run_rank(
         def around_step(step: int) -> AbstractContextManager[object]:
             if step not in kernel_steps:
                 return nullcontext()
-            return KernelRecorder(device, records_shapes=records_shapes)
+            return ShapeRecorder(device) if records_shapes else KernelRecorder(device)
 
         outputs = run_job(job, scenario, on_step=on_step, around_step=around_step)
         recorder.close()

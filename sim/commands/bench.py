@@ -15,6 +15,7 @@ SUITES: Final = {
     "checking": "sim.bench.runs:checking_figures",
     "world": "sim.bench.runs:world_figures",
     "trace": "sim.bench.runs:trace_figures",
+    "timing": "sim.bench.timing:figures",
 }
 """Functions that return figures, by name."""
 

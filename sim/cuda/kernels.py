@@ -183,6 +183,8 @@ class KernelRecorder(TorchDispatchMode):
                 [DTYPE_NAMES.get(t.dtype, str(t.dtype)), *t.shape]
                 for t in (*reads, *writes, *outputs)
             ]
+            if torch._C._current_autograd_node() is not None:
+                fields["backward"] = True
         recorder.record(
             OpKind.KERNEL,
             stream=stream,
