@@ -34,8 +34,8 @@ def test_the_nearest_enclosing_unit_owns_a_parameter(story: Story) -> None:
         (
             "parameter layers.0.mlp.experts.w of layers.0 x 1",
             (
-                "Expected parameter layers.0.mlp.experts.w in its nearest unit layers.0.mlp.experts, "
-                "got it in layers.0."
+                "Expected parameter layers.0.mlp.experts.w in its nearest unit "
+                "layers.0.mlp.experts, got it in layers.0."
             ),
         ),
         (

@@ -35,6 +35,11 @@ from real.mcore.internals.units import (  # noqa: E402
     owned_parameters,
     unit_storages,
 )
+from real.mcore.internals.watch import (  # noqa: E402
+    watched_backwards,
+    watched_layers,
+    watched_units,
+)
 
 __all__ = [
     "PROCESS_CLASS_ATTRIBUTES",
@@ -62,4 +67,7 @@ __all__ = [
     "owned_parameters",
     "shard_optimizer",
     "unit_storages",
+    "watched_backwards",
+    "watched_layers",
+    "watched_units",
 ]
