@@ -48,8 +48,8 @@ KERNELS: Final = Allowance(
 )
 VERSIONS: Final = Allowance(
     name="version counters of full weights (weight_version)",
-    reason="How often a tensor was written before the first gather depends on how it was made. That "
-    "a gather does not move them is a check's affair.",
+    reason="How often a tensor was written before the first gather depends on how it was made. "
+    "That a gather does not move them is a check's affair.",
 )
 
 ALLOWANCES: Final = (ROUTED, ACTIVATION, RANGES, NUMBERS, KERNELS, VERSIONS)
