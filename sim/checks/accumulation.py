@@ -17,7 +17,9 @@ from sim.checks.base import Reporter, Violation, unit_label
 _KIND: Final = "main gradient"
 _CLEARS: Final = frozenset({"zero_", "_foreach_zero_", "fill_"})
 _OVERWRITES: Final = frozenset({"copy_", "_foreach_copy_", *_CLEARS})
-_KERNEL, _ALLOCATE, _FREE = (kind.value for kind in (OpKind.KERNEL, OpKind.ALLOCATE, OpKind.FREE))
+_BORDERS: Final = frozenset(
+    {OpKind.NAME, OpKind.REDUCE, OpKind.OPTIMIZER_STEP, OpKind.STEP, OpKind.GRAD_READ}
+)
 _ADDS: Final = frozenset({"add_", "_foreach_add_"})
 
 
@@ -51,13 +53,9 @@ class _Checker:
 
     def run(self) -> list[Violation]:
         gradients = self._gradients
-        if not any(r["op"] == OpKind.NAME for r in self._trace.lean_records):
-            return []
-        for record in self._trace.records:
+        for record in self._relevant():
             op = record["op"]
-            if op == _ALLOCATE or op == _FREE:
-                continue  # main gradients are there from the first record
-            if op == _KERNEL or op == OpKind.COLLECTIVE:
+            if op in (OpKind.KERNEL, OpKind.COLLECTIVE):
                 for number in record["writes"]:
                     if number in gradients:
                         self._write(record, gradients[number], number)
@@ -76,6 +74,21 @@ class _Checker:
                 for gradient in gradients.values():
                     gradient.is_stale |= gradient.reduction is not None
         return self._reporter.found
+
+    def _relevant(self) -> list[Record]:
+        """Returns the writes to main gradients, and what says when they happen."""
+        numbers = {
+            record["storage"]
+            for record in self._trace.lean_records
+            if record["op"] == OpKind.NAME and record["name"].endswith(f":{_KIND}")
+        }
+        if not numbers:
+            return []
+        return [
+            record
+            for record in self._trace.records
+            if record["op"] in _BORDERS or not numbers.isdisjoint(record.get("writes", ()))
+        ]
 
     def _write(self, record: Record, gradient: _Gradient, number: int) -> None:
         is_collective = record["op"] == OpKind.COLLECTIVE

@@ -5,10 +5,19 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 from real.trace import OpKind, Trace
 from real.trace.recorder import Record
+
+_PLACED: Final = frozenset({OpKind.NODE, OpKind.NODE_END, OpKind.STEP, OpKind.HOOK})
+"""Records that say where in the schedule the next ones are."""
+
+
+def only(trace: Trace, ops: frozenset[OpKind]) -> list[Record]:
+    """Returns the records of some operations, and those that say where they are."""
+    wanted = ops | _PLACED
+    return [record for record in trace.lean_records if record["op"] in wanted]
 
 
 class Access(NamedTuple):
@@ -164,9 +173,12 @@ def walk(records: Sequence[Record]) -> Iterator[tuple[Record, Place]]:
     """Yields every record with its place; the place object is one and changes as it goes."""
     place = Place()
     for record in records:
-        place.enter(record)
-        yield record, place
-        place.leave(record)
+        if record["op"] in _PLACED:
+            place.enter(record)
+            yield record, place
+            place.leave(record)
+        else:
+            yield record, place
 
 
 class Reporter:

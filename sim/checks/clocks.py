@@ -14,12 +14,25 @@ negative number.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from real.trace import OpKind, TraceError
 from real.trace.recorder import Record
 
 Clock = dict[int, int]
+
+
+ORDERING: Final = frozenset(
+    {
+        OpKind.COLLECTIVE,
+        OpKind.COLLECTIVE_WAIT,
+        OpKind.EVENT_RECORD,
+        OpKind.EVENT_WAIT,
+        OpKind.STREAM_WAIT,
+        OpKind.HOST_SYNC,
+    }
+)
+"""Records that change what a stream has waited for."""
 
 
 class CallKey(NamedTuple):
@@ -94,6 +107,8 @@ class StreamClocks:
     def advance(self, record: Record) -> None:
         """Takes a record into account, after it was judged. Kernels and allocations need none."""
         op, seq = record["op"], record["seq"]
+        if op not in ORDERING:
+            return
         if op == OpKind.COLLECTIVE:
             stream = self.stream_of(record)
             self._calls[call_key(record)] = {**self.clock(stream), stream: seq}

@@ -10,10 +10,21 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from typing import Final
 
 from real.trace import OpKind, Trace
 from real.trace.recorder import Record
-from sim.checks.base import Place, Reporter, Violation, unit_label, walk
+from sim.checks.base import Place, Reporter, Violation, only, unit_label, walk
+
+_JUDGED: Final = frozenset(
+    {
+        OpKind.PARAMETER,
+        OpKind.ZERO_FILL,
+        OpKind.REDUCE,
+        OpKind.GRADIENTS,
+        OpKind.OPTIMIZER_STEP,
+    }
+)
 
 
 def check_gradients(traces: Sequence[Trace]) -> list[Violation]:
@@ -24,7 +35,7 @@ def check_gradients(traces: Sequence[Trace]) -> list[Violation]:
 
 class _Checker:
     def __init__(self, trace: Trace) -> None:
-        self._records = trace.lean_records
+        self._records = only(trace, _JUDGED)
         self._reporter = Reporter(trace)
         self._num_microbatches: int | None = trace.scenario.get("num_microbatches")
         # What was declared, by unit.

@@ -24,6 +24,7 @@ from sim.checks.units import most_unsharded
 FULL: Final = "full weight"
 PACKED: Final = "packed gradient"
 REDUCED: Final = "reduced gradient"
+_STEP: Final = OpKind.STEP.value  # a plain string: every record is compared with it
 _TRANSIENT: Final = (FULL, PACKED, REDUCED)
 _KERNEL, _ALLOCATE, _FREE = (kind.value for kind in (OpKind.KERNEL, OpKind.ALLOCATE, OpKind.FREE))
 
@@ -113,19 +114,20 @@ def _changes(trace: Trace) -> Iterator[_Change]:
     names: dict[int, tuple[str, str]] = {}
     gradients = _gradient_buffers(trace)
     sizes: dict[int, int] = {}
+    named = {r["storage"] for r in trace.lean_records if r["op"] == OpKind.NAME}
+    watched = named | gradients.keys()
     for record in trace.records:
-        op = record["op"]
-        if op == _KERNEL:
+        if record.get("storage") not in watched and record["op"] != _STEP:
             continue
-        if op == _ALLOCATE:
-            owner = gradients.get(record["storage"])
-            if owner is not None:
-                names[record["storage"]] = owner
+        op = record["op"]
+        if op == OpKind.ALLOCATE:
+            if record["storage"] in gradients:
+                owner = names[record["storage"]] = gradients[record["storage"]]
                 sizes[record["storage"]] = record["bytes"]
                 yield _Change(record["seq"], *owner, record["bytes"])
-        elif op == _FREE:
-            owner = names.pop(record["storage"], None)
-            if owner is not None:
+        elif op == OpKind.FREE:
+            if record["storage"] in names:
+                owner = names.pop(record["storage"])
                 yield _Change(record["seq"], *owner, -sizes.pop(record["storage"], 0))
         elif op == OpKind.NAME:
             unit, _, kind = record["name"].partition(":")

@@ -25,6 +25,18 @@ LEGAL: Final = frozenset(
 (real.hooks.lifecycle) shows."""
 
 
+_JUDGED: Final = frozenset(
+    {
+        OpKind.PHASE,
+        OpKind.RESHARD,
+        OpKind.INSTALL,
+        OpKind.NVTX_PUSH,
+        OpKind.NVTX_POP,
+        OpKind.STEP,
+    }
+)
+
+
 def check_phases(traces: Sequence[Trace]) -> list[Violation]:
     """Checks every rank's phases and profiler ranges."""
     return [violation for trace in traces for violation in _Checker(trace).run()]
@@ -32,7 +44,7 @@ def check_phases(traces: Sequence[Trace]) -> list[Violation]:
 
 class _Checker:
     def __init__(self, trace: Trace) -> None:
-        self._records = trace.lean_records
+        self._records = [record for record in trace.lean_records if record["op"] in _JUDGED]
         self._reporter = Reporter(trace)
         self._phases: dict[str, str] = {}
         self._depth = 0

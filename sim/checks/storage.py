@@ -15,7 +15,8 @@ before comes back to the allocator at that wait. A resize to 0 asks nobody and r
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from copy import copy
+from dataclasses import dataclass
 
 from real.trace import OpKind, Trace
 from real.trace.recorder import Record
@@ -28,9 +29,11 @@ _GRADIENT = ":main gradient"
 _KERNEL, _ALLOCATE, _FREE = (kind.value for kind in (OpKind.KERNEL, OpKind.ALLOCATE, OpKind.FREE))
 
 
-@dataclass(slots=True)
 class _Storage:
     """What is known of one storage.
+
+    A run makes one for most of its kernels, so all but a few values are the class's until they
+    change.
 
     Attributes:
         stream: The stream that allocated it; None when the trace began with it.
@@ -43,20 +46,21 @@ class _Storage:
         flights: Asynchronous collectives on it that nobody has waited for.
         is_released: Resized to 0 and not brought back.
         is_filled: Written since it was last allocated or brought back.
-        is_named_empty: Named and not filled: a read finds nothing.
     """
 
-    stream: int | None = None
-    bytes: int = 0
     name: str | None = None
     read_rule: str = "I1"
     write: Record | None = None
     write_stream: int = 0
-    reads: dict[int, Record] = field(default_factory=dict)
-    protected: set[int] = field(default_factory=set)
-    flights: set[CallKey] = field(default_factory=set)
+    protected: frozenset[int] = frozenset()
+    flights: frozenset[CallKey] = frozenset()
     is_released: bool = False
-    is_filled: bool = True
+
+    def __init__(self, stream: int | None = None, bytes: int = 0, is_filled: bool = True) -> None:
+        self.stream = stream
+        self.bytes = bytes
+        self.is_filled = is_filled
+        self.reads: dict[int, Record] = {}
 
     def users(self) -> dict[int, Record]:
         """The newest access of each stream."""
@@ -103,6 +107,7 @@ class _Checker:
         self._place = Place()
 
     def run(self) -> list[Violation]:
+        place = self._place
         for record in self._trace.records:
             op = record["op"]
             if op == _KERNEL:
@@ -112,7 +117,7 @@ class _Checker:
             elif op == _FREE:
                 self._free(record)
             else:
-                self._place.enter(record)
+                place.enter(record)
                 if op == OpKind.COLLECTIVE:
                     self._collective(record)
                 elif op == OpKind.COLLECTIVE_WAIT:
@@ -122,10 +127,10 @@ class _Checker:
                 elif op == OpKind.RESIZE:
                     self._resize(record)
                 elif op == OpKind.RECORD_STREAM:
-                    self._storage(record["storage"]).protected.add(record["stream"])
+                    self._storage(record["storage"]).protected |= {record["stream"]}
                 if op != OpKind.COLLECTIVE_WAIT:
                     self._clocks.advance(record)
-                self._place.leave(record)
+                place.leave(record)
         return self._reporter.found
 
     def _storage(self, number: int) -> _Storage:
@@ -189,7 +194,7 @@ class _Checker:
             numbers = list(dict.fromkeys((*record["reads"], *record["writes"])))
             self._in_flight[key] = numbers
             for number in numbers:
-                self._storage(number).flights.add(key)
+                self._storage(number).flights |= {key}
 
     def _wait(self, record: Record) -> None:
         self._clocks.advance(record)
@@ -197,10 +202,10 @@ class _Checker:
         for number in self._in_flight.pop(key, ()):
             storage = self._storages.get(number)
             if storage is not None:
-                storage.flights.discard(key)
+                storage.flights -= {key}
             held = self._held.get(number)
             if held is not None:
-                held[0].flights.discard(key)
+                held[0].flights -= {key}
                 if not held[0].flights:
                     del self._held[number]
                     self._give_back(number, *held)
@@ -232,16 +237,14 @@ class _Checker:
             self._reuse(stream, record["bytes"], record["seq"])
             storage.is_released, storage.is_filled = False, False
             storage.stream, storage.bytes = stream, record["bytes"]
-            storage.protected.clear()
+            storage.protected = frozenset()
             storage.write, storage.reads = None, {}
 
     def _allocate(self, record: Record) -> None:
         stream = record["stream"]
         if stream in self._pools:
             self._reuse(stream, record["bytes"], record["seq"])
-        self._storages[record["storage"]] = _Storage(
-            stream=stream, bytes=record["bytes"], is_filled=False
-        )
+        self._storages[record["storage"]] = _Storage(stream, record["bytes"], is_filled=False)
 
     def _free(self, record: Record) -> None:
         number = record["storage"]
@@ -259,8 +262,11 @@ class _Checker:
         if pool is None:
             return
         if storage.write is None or storage.write_stream == pool:
-            if all(stream == pool for stream in storage.reads):
-                return
+            for stream in storage.reads:
+                if stream != pool:
+                    break
+            else:
+                return  # nobody but its own stream has it: most blocks
         users = {
             stream: user
             for stream, user in storage.users().items()
@@ -268,7 +274,7 @@ class _Checker:
             and not self._clocks.is_ordered_after(pool, stream, user["seq"])
         }
         if users:
-            block = _FreeBlock(number, replace(storage), users, seq)
+            block = _FreeBlock(number, copy(storage), users, seq)
             self._pools.setdefault(pool, []).append(block)
 
     def _reuse(self, stream: int, num_bytes: int, seq: int) -> None:

@@ -10,7 +10,7 @@ from typing import Final
 
 from real.trace import OpKind, Trace
 from real.trace.recorder import Record
-from sim.checks.base import Place, Reporter, Violation, unit_label, walk
+from sim.checks.base import Place, Reporter, Violation, only, unit_label, walk
 
 MOST_UNSHARDED: Final = {"none": 3, "forward": 4, "both": 5}
 """Units unsharded at the same time under combined 1F1B, by prefetch policy.
@@ -18,6 +18,9 @@ MOST_UNSHARDED: Final = {"none": 3, "forward": 4, "both": 5}
 One more for each of: a frozen unit (kept until its layer's last backward node), a recomputed
 layernorm and a dense layer (both have a layer gathered from its mlp node's backward on).
 """
+
+
+_JUDGED: Final = frozenset({OpKind.UNSHARD, OpKind.RESHARD, OpKind.REDUCE})
 
 
 def check_units(traces: Sequence[Trace]) -> list[Violation]:
@@ -42,7 +45,7 @@ def most_unsharded(trace: Trace) -> int | None:
 
 class _Checker:
     def __init__(self, trace: Trace) -> None:
-        self._records = trace.lean_records
+        self._records = only(trace, _JUDGED)
         self._reporter = Reporter(trace)
         self._unsharded: set[str] = set()
         self._bound = most_unsharded(trace)
