@@ -8,6 +8,7 @@ whole unit is judged there, and coarsely.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -24,6 +25,15 @@ FACTOR_TOLERANCE: Final = 0.02
 
 LATER_FACTOR_TOLERANCE: Final = 0.25
 """The same for later steps, where routing may have moved some tokens."""
+
+
+class _Fault(NamedTuple):
+    """One gradient that is wrong: the rule, whose it is, how, and in which unit."""
+
+    rule: str
+    subject: str
+    message: str
+    unit: str | None
 
 
 class _Fit(NamedTuple):
@@ -54,29 +64,33 @@ def check_numerics(
         ranks: The ranks' numbers; None numbers them from 0.
     """
     numbers = range(len(outputs)) if ranks is None else ranks
+    owners = dict(units or {})
     found = []
     for rank, output, reference in zip(numbers, outputs, references, strict=True):
         for step, (mine, theirs) in enumerate(zip(output.steps, reference.steps, strict=True)):
-            judge = _judge_first if step == 0 else _judge_later
-            faults = list(judge(mine.gradients, theirs.gradients))
-            for rule, parameter, message in faults:
-                unit = (units or {}).get(parameter)
-                found.append(
-                    Violation(
-                        rule=rule,
-                        rank=rank,
-                        message=f"In step {step} the gradient of {parameter} {message}.",
-                        unit=unit_label(unit),
-                    )
+            if step == 0:
+                faults = list(_judge_first(mine.gradients, theirs.gradients, owners))
+            else:
+                faults = list(_judge_later(mine.gradients, theirs.gradients, owners))
+            found += [
+                Violation(
+                    rule=fault.rule,
+                    rank=rank,
+                    message=f"In step {step} the gradient of {fault.subject} {fault.message}.",
+                    unit=unit_label(fault.unit),
                 )
+                for fault in faults
+            ]
             if faults:
                 break  # the steps that follow have the same fault, or its consequences
     return found
 
 
 def _judge_first(
-    gradients: Mapping[str, torch.Tensor], references: Mapping[str, torch.Tensor]
-) -> Iterator[tuple[str, str, str]]:
+    gradients: Mapping[str, torch.Tensor],
+    references: Mapping[str, torch.Tensor],
+    owners: Mapping[str, str],
+) -> Iterator[_Fault]:
     for name, gradient in gradients.items():
         reference = references[name]
         largest = float(reference.abs().max())
@@ -84,32 +98,38 @@ def _judge_first(
         if difference <= MAX_GRAD_REL_ERROR * largest:
             continue
         fit = _fit(gradient, reference)
-        if fit.rest <= MAX_GRAD_REL_ERROR and abs(fit.factor - 1) > FACTOR_TOLERANCE:
-            if fit.factor == 0:
-                yield "I13", name, "is zero, and that of the reference is not"
-            else:
-                yield "I14", name, f"is {_number(fit.factor)} times that of the reference"
-        else:
-            yield (
+        factor = _number(fit.factor)
+        if not (fit.rest <= MAX_GRAD_REL_ERROR and abs(fit.factor - 1) > FACTOR_TOLERANCE):
+            rule, message = (
                 "I13",
-                name,
                 (
-                    f"is no multiple of that of the reference: closest to {_number(fit.factor)} "
-                    f"times it, with a rest of {fit.rest:.1%} of the largest value"
+                    f"is no multiple of that of the reference: closest to {factor} times it, with "
+                    f"a rest of {fit.rest:.1%} of the largest value"
                 ),
             )
+        elif fit.factor == 0:
+            rule, message = "I13", "is zero, and that of the reference is not"
+        else:
+            rule, message = "I14", f"is {factor} times that of the reference"
+        yield _Fault(rule, name, message, owners.get(name))
 
 
 def _judge_later(
-    gradients: Mapping[str, torch.Tensor], references: Mapping[str, torch.Tensor]
-) -> Iterator[tuple[str, str, str]]:
+    gradients: Mapping[str, torch.Tensor],
+    references: Mapping[str, torch.Tensor],
+    owners: Mapping[str, str],
+) -> Iterator[_Fault]:
+    squares: dict[str | None, list[float]] = {}
     for name, gradient in gradients.items():
-        reference = references[name]
-        if not float(reference.abs().max()):
-            continue
-        factor = float(gradient.norm() / reference.norm())
+        sums = squares.setdefault(owners.get(name), [0.0, 0.0])
+        sums[0] += float(gradient.square().sum())
+        sums[1] += float(references[name].square().sum())
+    for unit, (mine, theirs) in squares.items():
+        factor = math.sqrt(mine / theirs) if theirs else 1.0
         if not abs(factor - 1) <= LATER_FACTOR_TOLERANCE:
-            yield "I13", name, f"is {_number(factor)} times as large as that of the reference"
+            message = f"is {_number(factor)} times as large as that of the reference"
+            subject = "all parameters" if unit is None else f"unit {unit_label(unit)}"
+            yield _Fault("I13", subject, message, unit)
 
 
 def _fit(gradient: torch.Tensor, reference: torch.Tensor) -> _Fit:

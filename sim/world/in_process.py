@@ -114,7 +114,7 @@ class _MessageHandle:
                 f"of {message.tensor.dtype}, rank {self._rank} expects {tensor.numel()} of "
                 f"{tensor.dtype}.",
             )
-        with torch.no_grad():
+        with torch.no_grad(), torch._C._DisableTorchDispatch():  # no kernel of this rank
             tensor.detach().copy_(message.tensor.view_as(tensor))
 
 
