@@ -75,16 +75,17 @@ class KernelRecorder(TorchDispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
         signature = _signature(func)
+        try:
+            result = func(*args, **kwargs)
+        except RuntimeError:
+            # It has asked for its inputs all the same: a check can say what was wrong with them.
+            reads, writes = self._arguments(signature, args, kwargs)
+            self._record(signature.name, reads, writes)
+            raise
         if signature.is_view:
             return result
-        reads: list[int] = []
-        writes: list[int] = []
-        for key, value in (*enumerate(args), *kwargs.items()):
-            target = writes if key in signature.written else reads
-            for storage in _storages(value):
-                target.append(self._id(storage, is_output=False))
+        reads, writes = self._arguments(signature, args, kwargs)
         inputs = set(reads)
         for storage in _storages(result):
             number = self._id(storage, is_output=True)
@@ -95,14 +96,29 @@ class KernelRecorder(TorchDispatchMode):
             stream = self._device.current_stream().stream_id
             self._device.recorder.record(OpKind.HOST_SYNC, what="stream", on=stream)
         if signature.name not in _ALLOCATES_ONLY and (reads or writes):
-            self._device.recorder.record(
-                OpKind.KERNEL,
-                stream=self._device.current_stream().stream_id,
-                name=signature.name,
-                reads=list(dict.fromkeys(reads)),
-                writes=list(dict.fromkeys(writes)),
-            )
+            self._record(signature.name, reads, writes)
         return result
+
+    def _arguments(
+        self, signature: _Signature, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> tuple[list[int], list[int]]:
+        """Returns the storages of arguments that are read, and of those that are written."""
+        reads: list[int] = []
+        writes: list[int] = []
+        for key, value in (*enumerate(args), *kwargs.items()):
+            target = writes if key in signature.written else reads
+            for storage in _storages(value):
+                target.append(self._id(storage, is_output=False))
+        return reads, writes
+
+    def _record(self, name: str, reads: list[int], writes: list[int]) -> None:
+        self._device.recorder.record(
+            OpKind.KERNEL,
+            stream=self._device.current_stream().stream_id,
+            name=name,
+            reads=list(dict.fromkeys(reads)),
+            writes=list(dict.fromkeys(writes)),
+        )
 
     def _id(self, storage: torch.UntypedStorage, *, is_output: bool) -> int:
         number = self._device.storage_id(storage)

@@ -1,0 +1,235 @@
+"""A few linear layers under the real adapter and real MFSDP units, for cases that need no Megatron.
+
+The model has the parts that the adapter looks for: `embedding` first, `decoder.layers` with `attn`
+and `mlp` each, `output` last. Its nodes run as the combined schedule runs them: every node is an
+autograd pass of its own over a detached input, and nobody calls a layer as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import nn
+
+from real.trace import OpKind, active_recorder
+
+if TYPE_CHECKING:
+    from real.mcore.schedule import Mfsdp1F1B
+
+WIDTH: Final = 8
+
+
+def linear() -> nn.Linear:
+    """Returns a small linear layer in bf16 without a bias."""
+    return nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.bfloat16)
+
+
+class Layer(nn.Module):
+    """Two parts that the schedule calls one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = linear()
+        self.mlp = linear()
+
+
+class Chunk(nn.Module):
+    """A model, or a pipeline stage of one.
+
+    Args:
+        num_layers: Layers.
+        has_embedding: Whether it is a first stage.
+        has_output: Whether it is a last stage.
+    """
+
+    def __init__(
+        self, num_layers: int = 2, *, has_embedding: bool = True, has_output: bool = True
+    ) -> None:
+        super().__init__()
+        if has_embedding:
+            self.embedding = linear()
+        self.decoder = nn.Module()
+        self.decoder.layers = nn.ModuleList(Layer() for _ in range(num_layers))
+        if has_output:
+            self.output = linear()
+
+
+class Node:
+    """One piece of the schedule: a submodule that is called by itself.
+
+    Attributes:
+        name: What the trace calls it.
+        layer: Name of its layer, or None.
+        module: The submodule.
+    """
+
+    def __init__(self, name: str, layer: str | None, module: nn.Module) -> None:
+        self.name = name
+        self.layer = layer
+        self.module = module
+
+
+def dense_mesh(num_outer: int = 1) -> Any:
+    """Returns a mesh of all ranks: one axis, or an outer and an inner one."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    size = torch.distributed.get_world_size()
+    if num_outer == 1:
+        return init_device_mesh("cuda", (size,), mesh_dim_names=("dp",))
+    return init_device_mesh(
+        "cuda", (num_outer, size // num_outer), mesh_dim_names=("dp_outer", "dp")
+    )
+
+
+def shard(module: nn.Module, mesh: Any, *, is_outer_sharded: bool = False) -> None:
+    """Makes a module an MFSDP v2 unit with the adapter's own placements and types."""
+    from megatron.core.distributed.fsdp.src.megatron_fsdp.experimental import fully_shard
+    from megatron.core.distributed.fsdp.src.megatron_fsdp.mixed_precision import (
+        MixedPrecisionPolicy,
+    )
+
+    from real.mcore.shard import placements_of
+
+    policy = MixedPrecisionPolicy(
+        main_params_dtype=torch.float32, main_grads_dtype=torch.float32
+    )
+    fully_shard(module, mesh, placements_of(mesh, is_outer_sharded), mixed_precision_policy=policy)
+
+
+def shard_chunk(chunk: nn.Module, mesh: Any, *, is_outer_sharded: bool = False) -> None:
+    """Makes units of the layers and of the rest."""
+    for layer in chunk.decoder.layers:  # type: ignore[union-attr]
+        shard(layer, mesh, is_outer_sharded=is_outer_sharded)
+    shard(chunk, mesh, is_outer_sharded=is_outer_sharded)
+
+
+def wrap(chunk: nn.Module) -> Mfsdp1F1B:
+    """Puts a sharded chunk under the adapter, with our hooks."""
+    from real.mcore.schedule import Mfsdp1F1B
+
+    config = SimpleNamespace(overlap_moe_expert_parallel_comm=True, no_sync_func=None)
+    return Mfsdp1F1B(config, chunk)
+
+
+class Kernel:
+    """Runs the nodes of one chunk by hand.
+
+    Args:
+        model: The chunk under the adapter.
+        chunk: Its number in the trace.
+    """
+
+    def __init__(self, model: Mfsdp1F1B, chunk: int = 0) -> None:
+        self.model = model
+        self.chunk = chunk
+        self.nodes = list(_nodes_of(model.module))
+        self._saved: dict[int, list[tuple[Node, torch.Tensor, torch.Tensor]]] = {}
+
+    def forward(self, microbatch: int) -> torch.Tensor:
+        """Runs the forward nodes of one microbatch and returns the last output."""
+        generator = torch.Generator().manual_seed(microbatch + 1)
+        value = torch.randn(2, WIDTH, generator=generator).to(torch.bfloat16)
+        saved = self._saved.setdefault(microbatch, [])
+        for i, node in enumerate(self.nodes):
+            given = value.detach().requires_grad_()
+            with recorded_node(node, "forward", microbatch, self.chunk):
+                value = node.module(given)
+            saved.append((node, given, value))
+            following = self.nodes[i + 1] if i + 1 < len(self.nodes) else None
+            if node.layer is not None and (following is None or following.layer != node.layer):
+                self.model.post_forward_release_module(self._layer(node.layer))
+        return value
+
+    def backward(self, microbatch: int) -> None:
+        """Runs the backward nodes of one microbatch."""
+        self.model.pre_backward()
+        saved = self._saved.pop(microbatch)
+        gradient: torch.Tensor | None = torch.ones_like(saved[-1][2])
+        while saved:
+            node, given, value = saved.pop()
+            with recorded_node(node, "backward", microbatch, self.chunk):
+                torch.autograd.backward(value, gradient)
+            gradient = given.grad
+            if node.layer is not None and (not saved or saved[-1][0].layer != node.layer):
+                self.model.post_backward_release_module(self._layer(node.layer))
+        self.model.post_backward()
+
+    def window(self, num_microbatches: int) -> None:
+        """Runs one accumulation window in the order of 1F1B: F0, F1 B0, F2 B1, ..., B last."""
+        self.forward(0)
+        for microbatch in range(num_microbatches):
+            is_last = microbatch == num_microbatches - 1
+            if is_last:
+                self.backward(microbatch)
+                continue
+            with self.model.no_sync():
+                self.forward(microbatch + 1)
+                self.backward(microbatch)
+
+    def _layer(self, name: str) -> nn.Module:
+        return self.model.module.get_submodule(name)
+
+
+def _nodes_of(chunk: Any) -> Iterator[Node]:
+    if hasattr(chunk, "embedding"):
+        yield Node("pre_process", None, chunk.embedding)
+    for i, layer in enumerate(chunk.decoder.layers):
+        name = f"decoder.layers.{i}"
+        yield Node("attn", name, layer.attn)
+        yield Node("mlp", name, layer.mlp)
+    if hasattr(chunk, "output"):
+        yield Node("post_process", None, chunk.output)
+
+
+@contextmanager
+def recorded_node(
+    node: Node, direction: str, microbatch: int, chunk: int = 0
+) -> Iterator[None]:
+    """Records a node around what it does."""
+    recorder = active_recorder()
+    recorder.record(
+        OpKind.NODE,
+        name=node.name,
+        direction=direction,
+        layer=node.layer,
+        microbatch=microbatch,
+        chunk=chunk,
+        phase=None,
+        stream=torch.cuda.current_stream().stream_id,
+    )
+    yield
+    recorder.record(OpKind.NODE_END, name=node.name, direction=direction)
+
+
+def begin(step: int) -> None:
+    """Begins an optimizer step."""
+    active_recorder().begin_step(step)
+
+
+def end(step: int) -> None:
+    """Ends an optimizer step."""
+    active_recorder().record(OpKind.STEP, step=step, event="end")
+
+
+def make_optimizer(models: Sequence[Mfsdp1F1B], lr: float = 0.1) -> torch.optim.Optimizer:
+    """Returns plain descent over the main weights; each step refreshes the model weights."""
+    from real.mcore import internals
+
+    optimizer = torch.optim.SGD(
+        [p for model in models for p in model.module.parameters() if p.requires_grad], lr=lr
+    )
+    internals.shard_optimizer(optimizer)
+    return optimizer
+
+
+def optimizer_step(optimizer: torch.optim.Optimizer) -> None:
+    """Steps, clears the gradients and records both as the jobs do."""
+    stream = torch.cuda.current_stream().stream_id
+    active_recorder().record(OpKind.GRAD_READ, stream=stream, by="optimizer")
+    active_recorder().record(OpKind.OPTIMIZER_STEP, stream=stream)
+    optimizer.step()
+    optimizer.zero_grad()

@@ -1,0 +1,9 @@
+"""Cases of group B."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from sim.cases.base import Case
+
+CASES: Final[tuple[Case, ...]] = ()
