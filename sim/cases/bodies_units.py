@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from real.trace import OpKind, active_recorder
+from sim.cases.worlds import Rank, at_node, replaced
 
 if TYPE_CHECKING:
     from real.mcore.schedule import Mfsdp1F1B
@@ -35,6 +36,11 @@ class Layer(nn.Module):
         super().__init__()
         self.attn = linear()
         self.mlp = linear()
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        """Runs both parts, for a caller who calls the layer as a whole."""
+        output: torch.Tensor = self.mlp(self.attn(value))
+        return output
 
 
 class Chunk(nn.Module):
@@ -94,9 +100,7 @@ def shard(module: nn.Module, mesh: Any, *, is_outer_sharded: bool = False) -> No
 
     from real.mcore.shard import placements_of
 
-    policy = MixedPrecisionPolicy(
-        main_params_dtype=torch.float32, main_grads_dtype=torch.float32
-    )
+    policy = MixedPrecisionPolicy(main_params_dtype=torch.float32, main_grads_dtype=torch.float32)
     fully_shard(module, mesh, placements_of(mesh, is_outer_sharded), mixed_precision_policy=policy)
 
 
@@ -115,28 +119,49 @@ def wrap(chunk: nn.Module) -> Mfsdp1F1B:
     return Mfsdp1F1B(config, chunk)
 
 
+def given_to(rank: int, microbatch: int) -> torch.Tensor:
+    """Returns the data of one rank and microbatch."""
+    generator = torch.Generator().manual_seed(100 * rank + microbatch + 1)
+    return torch.randn(2, WIDTH, generator=generator).to(torch.bfloat16)
+
+
+def start(
+    rank: Rank,
+    chunk: nn.Module | None = None,
+    *,
+    num_outer: int = 1,
+    is_outer_sharded: bool = False,
+) -> Kernel:
+    """Shards a chunk, equal on all ranks, puts it under the adapter and records from here on."""
+    if chunk is None:
+        torch.manual_seed(1)
+        chunk = Chunk()
+    shard_chunk(chunk, dense_mesh(num_outer), is_outer_sharded=is_outer_sharded)
+    kernel = Kernel(wrap(chunk))
+    rank.observe(chunk)
+    return kernel
+
+
 class Kernel:
     """Runs the nodes of one chunk by hand.
 
     Args:
         model: The chunk under the adapter.
-        chunk: Its number in the trace.
     """
 
-    def __init__(self, model: Mfsdp1F1B, chunk: int = 0) -> None:
+    def __init__(self, model: Mfsdp1F1B) -> None:
         self.model = model
-        self.chunk = chunk
+        self.optimizer = make_optimizer([model])
         self.nodes = list(_nodes_of(model.module))
         self._saved: dict[int, list[tuple[Node, torch.Tensor, torch.Tensor]]] = {}
 
     def forward(self, microbatch: int) -> torch.Tensor:
         """Runs the forward nodes of one microbatch and returns the last output."""
-        generator = torch.Generator().manual_seed(microbatch + 1)
-        value = torch.randn(2, WIDTH, generator=generator).to(torch.bfloat16)
+        value = given_to(torch.distributed.get_rank(), microbatch)
         saved = self._saved.setdefault(microbatch, [])
         for i, node in enumerate(self.nodes):
             given = value.detach().requires_grad_()
-            with recorded_node(node, "forward", microbatch, self.chunk):
+            with at_node(node.name, "forward", layer=node.layer, microbatch=microbatch):
                 value = node.module(given)
             saved.append((node, given, value))
             following = self.nodes[i + 1] if i + 1 < len(self.nodes) else None
@@ -151,7 +176,7 @@ class Kernel:
         gradient: torch.Tensor | None = torch.ones_like(saved[-1][2])
         while saved:
             node, given, value = saved.pop()
-            with recorded_node(node, "backward", microbatch, self.chunk):
+            with at_node(node.name, "backward", layer=node.layer, microbatch=microbatch):
                 torch.autograd.backward(value, gradient)
             gradient = given.grad
             if node.layer is not None and (not saved or saved[-1][0].layer != node.layer):
@@ -170,8 +195,17 @@ class Kernel:
                 self.forward(microbatch + 1)
                 self.backward(microbatch)
 
+    def step(self, number: int, num_microbatches: int = 2) -> None:
+        """Runs one optimizer step."""
+        begin(number)
+        self.window(num_microbatches)
+        self.model.finish_grad_sync()
+        optimizer_step(self.optimizer)
+        end(number)
+
     def _layer(self, name: str) -> nn.Module:
-        return self.model.module.get_submodule(name)
+        layer: nn.Module = self.model.module.get_submodule(name)
+        return layer
 
 
 def _nodes_of(chunk: Any) -> Iterator[Node]:
@@ -183,26 +217,6 @@ def _nodes_of(chunk: Any) -> Iterator[Node]:
         yield Node("mlp", name, layer.mlp)
     if hasattr(chunk, "output"):
         yield Node("post_process", None, chunk.output)
-
-
-@contextmanager
-def recorded_node(
-    node: Node, direction: str, microbatch: int, chunk: int = 0
-) -> Iterator[None]:
-    """Records a node around what it does."""
-    recorder = active_recorder()
-    recorder.record(
-        OpKind.NODE,
-        name=node.name,
-        direction=direction,
-        layer=node.layer,
-        microbatch=microbatch,
-        chunk=chunk,
-        phase=None,
-        stream=torch.cuda.current_stream().stream_id,
-    )
-    yield
-    recorder.record(OpKind.NODE_END, name=node.name, direction=direction)
 
 
 def begin(step: int) -> None:
@@ -228,8 +242,46 @@ def make_optimizer(models: Sequence[Mfsdp1F1B], lr: float = 0.1) -> torch.optim.
 
 def optimizer_step(optimizer: torch.optim.Optimizer) -> None:
     """Steps, clears the gradients and records both as the jobs do."""
+    read_gradients()
     stream = torch.cuda.current_stream().stream_id
-    active_recorder().record(OpKind.GRAD_READ, stream=stream, by="optimizer")
     active_recorder().record(OpKind.OPTIMIZER_STEP, stream=stream)
     optimizer.step()
     optimizer.zero_grad()
+
+
+def read_gradients() -> None:
+    """Records that the current stream reads the gradients."""
+    stream = torch.cuda.current_stream().stream_id
+    active_recorder().record(OpKind.GRAD_READ, stream=stream, by="optimizer")
+
+
+def name_storage(tensor: torch.Tensor, unit: str, kind: str) -> None:
+    """Names a tensor's storage in the trace as a buffer of a unit."""
+    from sim.cuda import active_device
+
+    device = active_device()
+    storage = device.storage_id(tensor.untyped_storage())
+    device.recorder.record(OpKind.NAME, storage=storage, name=f"{unit}:{kind}")
+
+
+@contextmanager
+def attributed() -> Iterator[None]:
+    """Attributes the collectives of MFSDP's own hooks to their unit, as ours are."""
+    module = "megatron.core.distributed.fsdp.src.megatron_fsdp.experimental.module.FsdpModule"
+
+    def make(original: Any) -> Any:
+        def attribute(unit: Any) -> None:
+            recorder = active_recorder()
+            previous, recorder.unit = recorder.unit, unit.name
+            try:
+                original(unit)
+            finally:
+                recorder.unit = previous
+
+        return attribute
+
+    with (
+        replaced(f"{module}._unshard_parameter_groups", make),
+        replaced(f"{module}._reduce_gradient_groups", make),
+    ):
+        yield

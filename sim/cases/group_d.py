@@ -1,9 +1,418 @@
-"""Cases of group D."""
+"""Cases of group D: the order of streams, and the life of buffers."""
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Final
 
-from sim.cases.base import Case
+import torch
 
-CASES: Final[tuple[Case, ...]] = ()
+from sim.cases import bodies_streams as streams
+from sim.cases import bodies_units as units
+from sim.cases.base import Case, Run, Shown
+from sim.cases.numbers import compare_gradients
+from sim.cases.worlds import SMALL, Defect, Rank, at_node, clean, replaced, run_ranks, run_scenario
+from sim.checks import Violation
+
+_PULL: Final = "https://github.com/NVIDIA/Megatron-LM/pull"
+
+
+def _on_ranks(
+    body: Callable[[Rank], Any], *, num_ranks: int = 2, defect: Defect | None = None
+) -> Run:
+    """Returns a run of `body` on every rank, with a defect in place or without one."""
+
+    def run() -> list[Violation]:
+        if defect is None:
+            return run_ranks(num_ranks, body).violations()
+        with defect():
+            return run_ranks(num_ranks, body).violations()
+
+    return run
+
+
+# -- D1 ---------------------------------------------------------------------------------------
+
+
+def _two_steps_with_sharded_outer_axis(rank: Rank) -> None:
+    kernel = units.start(rank, num_outer=2, is_outer_sharded=True)
+    for step in range(2):
+        kernel.step(step)
+
+
+def _accumulator_on_the_wrong_stream() -> AbstractContextManager[None]:
+    """New gradient accumulators are allocated on the current stream, not where they are reduced."""
+
+    def make(original: Any) -> Any:
+        def begin(unit: Any, group: Any) -> None:
+            context = unit.module.context
+            right, context.reduce_scatter_stream = (
+                context.reduce_scatter_stream,
+                torch.cuda.current_stream(),
+            )
+            try:
+                original(unit, group)
+            finally:
+                context.reduce_scatter_stream = right
+
+        return begin
+
+    return replaced("real.mcore.internals.units.MfsdpUnit._begin_window", make)
+
+
+def _accumulators_named() -> AbstractContextManager[None]:
+    """Accumulators that are made anew get a name in the trace as the first ones have."""
+
+    def make(original: Any) -> Any:
+        def begin(unit: Any, group: Any) -> None:
+            original(unit, group)
+            units.name_storage(group.main_grad.local_buffer, unit.name, "main gradient")
+
+        return begin
+
+    return replaced("real.mcore.internals.units.MfsdpUnit._begin_window", make)
+
+
+@contextmanager
+def _d1(*, is_faulty: bool) -> Iterator[None]:
+    with _accumulators_named():
+        if not is_faulty:
+            yield
+            return
+        with _accumulator_on_the_wrong_stream():
+            yield
+
+
+# -- D3 ---------------------------------------------------------------------------------------
+
+
+def _driven_stage(*, waits: bool) -> Callable[[Rank], None]:
+    """A pipeline stage whose layers are called by hand, under MFSDP's own hooks.
+
+    The root is never called, so neither its wait for the optimizer nor its final callback happens.
+    """
+
+    def body(rank: Rank) -> None:
+        torch.manual_seed(1)
+        chunk: Any = units.Chunk(has_embedding=False, has_output=False)
+        units.shard_chunk(chunk, units.dense_mesh())
+        chunk._lazy_init_context()
+        rank.observe(chunk)
+        context = chunk._context
+        units.begin(0)
+        context.allgather_stream.wait_stream(torch.cuda.current_stream())
+        value = units.given_to(rank.number, 0).requires_grad_()
+        for layer in chunk.decoder.layers:
+            value = layer(value)
+        value.sum().backward()
+        if waits:
+            torch.cuda.current_stream().wait_stream(context.reduce_scatter_stream)
+        units.read_gradients()
+        units.end(0)
+
+    return body
+
+
+# -- D7, D8, D9 -------------------------------------------------------------------------------
+
+
+def _helpers_by_hand(*, skips_event: bool) -> Callable[[Rank], None]:
+    """A test that gathers a unit, reads its weight and releases it, twice over."""
+
+    def body(rank: Rank) -> None:
+        kernel = units.start(rank)
+        unit = kernel.model.scheduler.units["decoder.layers.0"]
+        value = units.given_to(rank.number, 0)
+        for _ in range(2):
+            if skips_event:
+                unit.unit.unshard()
+            else:
+                kernel.model.unshard(unit.name)
+            weight = unit.unit.module.get_parameter("attn.weight")
+            torch.nn.functional.linear(value, weight.detach())
+            if skips_event:
+                unit.unit.reshard()
+            else:
+                kernel.model.reshard(unit.name)
+
+    return body
+
+
+def _backward_after_a_step(rank: Rank) -> None:
+    """The forward of one submodule comes before an optimizer step, its backward after it."""
+    kernel = units.start(rank)
+    model = kernel.model
+    layer: Any = model.module.get_submodule("decoder.layers.0")
+    given = units.given_to(rank.number, 0).requires_grad_()
+    units.begin(0)
+    output = layer.attn(given)
+    model.post_forward_release_module(layer)
+    kernel.window(1)
+    model.finish_grad_sync()
+    units.optimizer_step(kernel.optimizer)
+    units.end(0)
+    units.begin(1)
+    with at_node("attn", "backward", layer="decoder.layers.0"):
+        output.backward(torch.ones_like(output))
+    model.post_backward_release_module(layer)
+    kernel.window(1)
+    model.finish_grad_sync()
+    units.end(1)
+
+
+def _no_fork_in_backward() -> AbstractContextManager[None]:
+    def make(original: Any) -> Any:
+        def fork(context: Any) -> None:
+            if torch._C._current_graph_task_id() == -1:
+                original(context)
+
+        return fork
+
+    return replaced("real.hooks.ordering.fork_all_gather", make)
+
+
+def _later_stage(rank: Rank) -> None:
+    """A stage whose first unit is a layer: its root owns the output projection alone."""
+    torch.manual_seed(1)
+    kernel = units.start(rank, units.Chunk(has_embedding=False))
+    for step in range(2):
+        kernel.step(step)
+
+
+def _only_the_root_forks() -> AbstractContextManager[None]:
+    def make(original: Any) -> Any:
+        def gather(scheduler: Any, unit: Any) -> None:
+            scheduler._needs_fork = False
+            original(scheduler, unit)
+
+        return gather
+
+    return replaced("real.hooks.scheduler.UnitScheduler._gather", make)
+
+
+# -- D10, D13, D15 ----------------------------------------------------------------------------
+
+
+def _dispatch_does_not_wait() -> AbstractContextManager[None]:
+    """The backward of a dispatch starts without the event of the node before it."""
+
+    class Deaf:
+        def __init__(self, event: Any) -> None:
+            self._event = event
+
+        def wait(self, stream: Any) -> None:
+            pass
+
+        def record(self, stream: Any) -> None:
+            self._event.record(stream)
+
+    def make(original: Any) -> Any:
+        @contextmanager
+        def acquire(node: Any, name: str | None = None) -> Iterator[None]:
+            event = node.event
+            if name == "moe_dispatch backward":
+                node.event = Deaf(event)
+            try:
+                with original(node, name):
+                    yield
+            finally:
+                node.event = event
+
+        return acquire
+
+    return replaced(
+        "megatron.core.pipeline_parallel.utils.ScheduleNode.stream_acquire_context", make
+    )
+
+
+def _accumulated(*, waits: bool) -> list[Violation]:
+    outcome = run_ranks(2, lambda rank: streams.reused_while_reduced(rank, waits=waits))
+    found = outcome.violations()
+    for rank, shard in enumerate(outcome.results):
+        expected = torch.full_like(shard, sum(2.0 * (m + 1) + 1 for m in range(3)))
+        name = f"{streams.LAYER}.mlp.weight"
+        found += compare_gradients(rank, {name: shard}, {name: expected}, [streams.LAYER])
+    return found
+
+
+@contextmanager
+def _outer_reduction_aside(*, is_tracked: bool) -> Iterator[None]:
+    """The last microbatch's reduction over the outer axis runs on a stream of its own."""
+    outer: dict[int, Any] = {}
+
+    def make_reduce(original: Any) -> Any:
+        def reduce(group: Any, partial: Any, is_last_microbatch: bool = True) -> None:
+            original(group, partial, False)
+            if not is_last_microbatch:
+                return
+            rank = torch.distributed.get_rank()
+            if rank not in outer:
+                outer[rank] = torch.cuda.Stream()
+            outer[rank].wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(outer[rank]):
+                group.main_grad.local_buffer.record_stream(outer[rank])
+                group.main_grad = group.main_grad.redistribute(group.main_weight.placements)
+                group._install_sharded_grads()
+
+        return reduce
+
+    def make_join(original: Any) -> Any:
+        def join(context: Any) -> None:
+            original(context)
+            stream = outer.get(torch.distributed.get_rank())
+            if stream is not None and is_tracked:
+                torch.cuda.current_stream().wait_stream(stream)
+
+        return join
+
+    groups = "megatron.core.distributed.fsdp.src.megatron_fsdp.experimental.parameter_group"
+    with (
+        replaced(f"{groups}.FsdpParameterGroup.reduce_partial_gradients", make_reduce),
+        replaced("real.hooks.ordering.join_reduce_scatter", make_join),
+    ):
+        yield
+
+
+def _a_step_with_an_outer_axis(rank: Rank) -> None:
+    units.start(rank, num_outer=2).step(0)
+
+
+CASES: Final[tuple[Case, ...]] = (
+    Case(
+        id="D1",
+        source=f"{_PULL}/6187",
+        title="A gradient accumulator is allocated on one stream and replaced on another.",
+        rules=("I10",),
+        unit="decoder.layers.1",
+        shown=Shown.KERNEL,
+        defect="a new accumulator comes from the compute stream's pool",
+        twin="it comes from the pool of the stream that writes it",
+        faulty=_on_ranks(_two_steps_with_sharded_outer_axis, defect=lambda: _d1(is_faulty=True)),
+        correct=_on_ranks(_two_steps_with_sharded_outer_axis, defect=lambda: _d1(is_faulty=False)),
+    ),
+    Case(
+        id="D3",
+        source="https://github.com/pytorch/pytorch/pull/144535",
+        title="Hooks driven by hand leave out the final wait for reductions.",
+        rules=("I8",),
+        unit="decoder.layers.0",
+        shown=Shown.KERNEL,
+        defect="a pipeline stage calls its layers and never its root",
+        twin="the stage waits for the reduce-scatter stream itself",
+        faulty=_on_ranks(_driven_stage(waits=False), defect=units.attributed),
+        correct=_on_ranks(_driven_stage(waits=True), defect=units.attributed),
+    ),
+    Case(
+        id="D5",
+        source="https://github.com/ROCm/pytorch/pull/3501",
+        title="Reduce inputs are drained by the last group in an order that nobody enforces.",
+        rules=("I10",),
+        unit=streams.EXPERTS,
+        shown=Shown.KERNEL,
+        defect="the layer reduces before its experts, whose input is dropped without a wait",
+        twin="each input is waited for before it is dropped",
+        faulty=_on_ranks(lambda rank: streams.drained_states(rank, waits=False)),
+        correct=_on_ranks(lambda rank: streams.drained_states(rank, waits=True)),
+    ),
+    Case(
+        id="D7",
+        source="https://github.com/pytorch/pytorch/pull/197827",
+        title="Helpers driven by hand skip the event that a unit's users wait for.",
+        rules=("I1",),
+        unit="decoder.layers.0",
+        shown=Shown.KERNEL,
+        defect="a weight is read without the wait for its gather",
+        twin="the public unshard() and reshard()",
+        faulty=_on_ranks(_helpers_by_hand(skips_event=True)),
+        correct=_on_ranks(_helpers_by_hand(skips_event=False)),
+    ),
+    Case(
+        id="D8",
+        source=f"{_PULL}/7112",
+        title="The backward hook gathers without a wait for the optimizer.",
+        rules=("I9",),
+        unit="decoder.layers.0",
+        shown=Shown.KERNEL,
+        defect="only forward hooks fork the all-gather stream; a backward comes after a step",
+        twin="whatever gathers first after a step forks",
+        faulty=_on_ranks(_backward_after_a_step, defect=_no_fork_in_backward),
+        correct=_on_ranks(_backward_after_a_step),
+    ),
+    Case(
+        id="D9",
+        source=f"{_PULL}/6486",
+        title="On a later pipeline stage the root does not run first, so nothing waits.",
+        rules=("I9",),
+        unit="decoder.layers.0",
+        shown=Shown.KERNEL,
+        defect="only the root forks the all-gather stream; the stage begins with a layer",
+        twin="whatever gathers first after a step forks",
+        faulty=_on_ranks(_later_stage, defect=_only_the_root_forks),
+        correct=_on_ranks(_later_stage),
+    ),
+    Case(
+        id="D10",
+        source="https://github.com/NVIDIA/Megatron-LM/issues/7400",
+        title="Intermittent bad gradients: the dispatch stream runs ahead of its producer.",
+        rules=("I1", "I4"),
+        unit=None,
+        node="moe_dispatch backward of layer 2",
+        microbatch=0,
+        shown=Shown.SCENARIO,
+        defect="the dispatch's backward does not wait for the node before it",
+        twin="each node waits for the event of the one before",
+        faulty=lambda: run_scenario(SMALL, defect=_dispatch_does_not_wait),
+        correct=lambda: list(clean(SMALL)),
+    ),
+    Case(
+        id="D11",
+        source="https://github.com/NVIDIA-NeMo/Megatron-Bridge/issues/2403",
+        title="Huge gradient norm: the dispatcher's own buffer is overwritten while it is read.",
+        rules=("I4",),
+        unit=None,
+        node="moe_dispatch forward of decoder.layers.0",
+        microbatch=1,
+        shown=Shown.KERNEL,
+        defect="a dispatch does not wait for the delayed weight gradient of the one before",
+        twin="it waits for the compute stream",
+        faulty=_on_ranks(lambda rank: streams.dispatched_tokens(rank, waits=False)),
+        correct=_on_ranks(lambda rank: streams.dispatched_tokens(rank, waits=True)),
+    ),
+    Case(
+        id="D13",
+        source="InfiniTrain#213",
+        title="Only the first microbatch is reduced, and the next ones write into its buffer.",
+        rules=("I10", "I13"),
+        unit=streams.LAYER,
+        shown=Shown.KERNEL,
+        defect="the reduction is sent at the first microbatch and nobody waits for it",
+        twin="every microbatch is reduced and added",
+        faulty=lambda: _accumulated(waits=False),
+        correct=lambda: _accumulated(waits=True),
+    ),
+    Case(
+        id="D15",
+        source=f"{_PULL}/4891",
+        title="Reductions over the outer axis are still on their way at the end.",
+        rules=("I8",),
+        unit="decoder.layers.0",
+        shown=Shown.KERNEL,
+        defect="the final wait knows the inner reductions only",
+        twin="it knows both",
+        faulty=_on_ranks(
+            _a_step_with_an_outer_axis, defect=lambda: _outer_reduction_aside(is_tracked=False)
+        ),
+        correct=_on_ranks(
+            _a_step_with_an_outer_axis, defect=lambda: _outer_reduction_aside(is_tracked=True)
+        ),
+    ),
+    Case(
+        id="D16",
+        source="https://github.com/NVIDIA/Megatron-LM/issues/1862",
+        title="All-to-all overlap hangs with torch older than 2.6.",
+        rules=("I11",),
+        unit=None,
+        not_on_cpu="the hang is in older releases of torch and NCCL on GPUs",
+    ),
+)

@@ -1,0 +1,168 @@
+"""Small bodies of streams, events, buffers and collectives, each with one fault or without it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from real.trace import active_recorder
+from sim.cases.worlds import Rank, at_node
+
+LAYER = "decoder.layers.0"
+EXPERTS = "decoder.layers.0.mlp.experts"
+
+
+@contextmanager
+def at_work(unit: str) -> Iterator[None]:
+    """Attributes the collectives inside to a unit."""
+    recorder = active_recorder()
+    previous, recorder.unit = recorder.unit, unit
+    try:
+        yield
+    finally:
+        recorder.unit = previous
+
+
+def drained_states(rank: Rank, *, waits: bool) -> None:
+    """Keeps reduce inputs in a list that the layer's group alone drains.
+
+    The layer's reduction is expected after the experts'; here it comes first, so the experts' input
+    stays in the list until the next microbatch drops it.
+
+    Args:
+        rank: The rank.
+        waits: Whether each state is waited for before it is dropped, whoever drops it.
+    """
+    rank.observe()
+    compute, reduce_stream = torch.cuda.current_stream(), torch.cuda.Stream()
+    states: dict[str, tuple[torch.Tensor, torch.cuda.Event]] = {}
+    shard = torch.zeros(4)
+
+    def drop(unit: str) -> None:
+        _, done = states.pop(unit)
+        if waits:
+            compute.wait_event(done)
+
+    for microbatch in range(2):
+        for unit in (LAYER, EXPERTS):  # the order that nobody enforces
+            with at_node("mlp", "backward", layer="decoder.layers.0", microbatch=microbatch):
+                if unit == LAYER and LAYER in states:
+                    compute.wait_event(states[LAYER][1])
+                    for name in list(states):
+                        drop(name)
+                gradient = torch.ones(4 * dist.get_world_size())
+                rank.name(gradient, unit, "reduce input")
+                reduce_stream.wait_stream(compute)
+                with torch.cuda.stream(reduce_stream), at_work(unit):
+                    dist.reduce_scatter_tensor(shard, gradient)
+                    states[unit] = (gradient, reduce_stream.record_event())
+                del gradient
+    compute.wait_stream(reduce_stream)
+
+
+def reused_while_reduced(rank: Rank, *, waits: bool) -> torch.Tensor:
+    """Sends a gradient at the first microbatch while later ones write into the same buffer.
+
+    Args:
+        rank: The rank.
+        waits: Whether each microbatch is reduced into the shard before its buffer is used again.
+
+    Returns:
+        The sharded gradient after three microbatches.
+    """
+    rank.observe()
+    compute, reduce_stream = torch.cuda.current_stream(), torch.cuda.Stream()
+    size = dist.get_world_size()
+    shard = torch.zeros(4)
+    for microbatch in range(3):
+        with at_node("mlp", "backward", layer="decoder.layers.0", microbatch=microbatch):
+            gradient = torch.full((4 * size,), float(microbatch + 1 + rank.number))
+            rank.name(gradient, LAYER, "gradient")
+            if waits or microbatch == 0:
+                part = torch.empty(4)
+                reduce_stream.wait_stream(compute)
+                with torch.cuda.stream(reduce_stream), at_work(LAYER):
+                    dist.reduce_scatter_tensor(part, gradient)
+                if waits:
+                    compute.wait_stream(reduce_stream)
+                    shard += part
+                else:
+                    with torch.cuda.stream(reduce_stream):
+                        shard.copy_(part)
+                        del part
+            del gradient
+    compute.wait_stream(reduce_stream)
+    return shard
+
+
+def dispatched_tokens(rank: Rank, *, waits: bool) -> None:
+    """Dispatches two microbatches through one buffer that the dispatcher keeps.
+
+    The delayed weight gradient of the first reads its tokens on the compute stream, while the
+    dispatch of the second writes on the communication stream.
+
+    Args:
+        rank: The rank.
+        waits: Whether a dispatch waits for the last reader of the buffer.
+    """
+    rank.observe()
+    compute, communication = torch.cuda.current_stream(), torch.cuda.Stream()
+    size = dist.get_world_size()
+    buffer, weight = torch.zeros(size, 4), torch.ones(4, 4)
+    layer = "decoder.layers.0"
+    communication.wait_stream(compute)
+
+    def dispatch(microbatch: int) -> torch.cuda.Event:
+        with torch.cuda.stream(communication):
+            with at_node("moe_dispatch", "forward", layer=layer, microbatch=microbatch):
+                if waits:
+                    communication.wait_stream(compute)
+                tokens = torch.full((size, 4), float(microbatch))
+                dist.all_to_all_single(buffer, tokens)
+                arrived: torch.cuda.Event = communication.record_event()
+                return arrived
+
+    for microbatch in range(2):
+        arrived = dispatch(microbatch)
+        with at_node("mlp", "forward", layer=layer, microbatch=microbatch):
+            compute.wait_event(arrived)
+            output = buffer @ weight
+        with at_node("mlp", "wgrad", layer=layer, microbatch=microbatch):
+            weight_gradient = buffer.t() @ output
+        del output, weight_gradient
+
+
+def full_weight_outside_the_pool(rank: Rank, *, resizes: bool) -> None:
+    """Takes full weights from an allocator that has a fallback for units too big for its pool.
+
+    Args:
+        rank: The rank.
+        resizes: Whether the fallback gives memory back as the pool does: on the stream that
+            allocated it, after the readers. Without it the last reference is dropped where it is.
+    """
+    rank.observe()
+    compute, gather_stream = torch.cuda.current_stream(), torch.cuda.Stream()
+    size = dist.get_world_size()
+    shard, value = torch.ones(8), torch.ones(2, 8 * size)
+
+    def gather(unit: str) -> torch.Tensor:
+        with torch.cuda.stream(gather_stream), at_work(unit):
+            full = torch.empty(8 * size)
+            rank.name(full, unit)
+            dist.all_gather_into_tensor(full, shard)
+            compute.wait_event(gather_stream.record_event())
+        return full
+
+    gather_stream.wait_stream(compute)
+    for layer in ("decoder.layers.0", "decoder.layers.1"):
+        with at_node("mlp", layer=layer):
+            full = gather(layer)
+            output = value @ full
+            if resizes:
+                gather_stream.wait_stream(compute)
+                with torch.cuda.stream(gather_stream):
+                    full.untyped_storage().resize_(0)
+            del full, output
