@@ -17,6 +17,7 @@ from torch import nn
 
 from real.trace import OpKind, active_recorder
 from sim.cases.worlds import Rank, at_node, replaced
+from sim.rank import name_storages as name_storages
 
 if TYPE_CHECKING:
     from real.mcore.schedule import Mfsdp1F1B
@@ -48,18 +49,25 @@ class Chunk(nn.Module):
 
     Args:
         num_layers: Layers.
+        first_layer: Number of the first one in the whole model.
         has_embedding: Whether it is a first stage.
         has_output: Whether it is a last stage.
     """
 
     def __init__(
-        self, num_layers: int = 2, *, has_embedding: bool = True, has_output: bool = True
+        self,
+        num_layers: int = 2,
+        *,
+        first_layer: int = 0,
+        has_embedding: bool = True,
+        has_output: bool = True,
     ) -> None:
         super().__init__()
         if has_embedding:
             self.embedding = linear()
         self.decoder = nn.Module()
-        self.decoder.layers = nn.ModuleList(Layer() for _ in range(num_layers))
+        numbers = range(first_layer, first_layer + num_layers)
+        self.decoder.layers = nn.ModuleDict({str(number): Layer() for number in numbers})
         if has_output:
             self.output = linear()
 
@@ -106,7 +114,7 @@ def shard(module: nn.Module, mesh: Any, *, is_outer_sharded: bool = False) -> No
 
 def shard_chunk(chunk: nn.Module, mesh: Any, *, is_outer_sharded: bool = False) -> None:
     """Makes units of the layers and of the rest."""
-    for layer in chunk.decoder.layers:  # type: ignore[union-attr]
+    for layer in chunk.get_submodule("decoder.layers").children():
         shard(layer, mesh, is_outer_sharded=is_outer_sharded)
     shard(chunk, mesh, is_outer_sharded=is_outer_sharded)
 
@@ -136,10 +144,22 @@ def start(
     if chunk is None:
         torch.manual_seed(1)
         chunk = Chunk()
-    shard_chunk(chunk, dense_mesh(num_outer), is_outer_sharded=is_outer_sharded)
-    kernel = Kernel(wrap(chunk))
-    rank.observe(chunk)
+    [kernel] = start_all(rank, [chunk], num_outer=num_outer, is_outer_sharded=is_outer_sharded)
     return kernel
+
+
+def start_all(
+    rank: Rank, chunks: Sequence[nn.Module], *, num_outer: int = 1, is_outer_sharded: bool = False
+) -> list[Kernel]:
+    """Does the same with several chunks of one model."""
+    mesh = dense_mesh(num_outer)
+    for chunk in chunks:
+        shard_chunk(chunk, mesh, is_outer_sharded=is_outer_sharded)
+    kernels = [Kernel(wrap(chunk)) for chunk in chunks]
+    for chunk in chunks:
+        name_storages(rank.device, chunk)
+    rank.observe()
+    return kernels
 
 
 class Kernel:
@@ -211,8 +231,8 @@ class Kernel:
 def _nodes_of(chunk: Any) -> Iterator[Node]:
     if hasattr(chunk, "embedding"):
         yield Node("pre_process", None, chunk.embedding)
-    for i, layer in enumerate(chunk.decoder.layers):
-        name = f"decoder.layers.{i}"
+    for number, layer in chunk.decoder.layers.items():
+        name = f"decoder.layers.{number}"
         yield Node("attn", name, layer.attn)
         yield Node("mlp", name, layer.mlp)
     if hasattr(chunk, "output"):
@@ -240,6 +260,32 @@ def make_optimizer(models: Sequence[Mfsdp1F1B], lr: float = 0.1) -> torch.optim.
     return optimizer
 
 
+def gradients(model: Mfsdp1F1B) -> dict[str, torch.Tensor]:
+    """Gathers what the optimizer would see, by full name. Collective."""
+    from real.mcore import internals
+
+    return {name: g.float() for name, g in internals.full_gradients(model.module).items()}
+
+
+def expected_gradients(num_ranks: int, num_microbatches: int) -> dict[str, torch.Tensor]:
+    """Returns the default chunk's gradients without FSDP: sum of microbatches, mean of ranks."""
+    torch.manual_seed(1)
+    chunk = Chunk()
+    nodes = list(_nodes_of(chunk))
+    totals = {name: torch.zeros(p.shape) for name, p in chunk.named_parameters()}
+    for rank in range(num_ranks):
+        for microbatch in range(num_microbatches):
+            value = given_to(rank, microbatch)
+            for node in nodes:
+                value = node.module(value)
+            value.backward(torch.ones_like(value))
+            for name, parameter in chunk.named_parameters():
+                assert parameter.grad is not None
+                totals[name] += parameter.grad.float() / num_ranks
+                parameter.grad = None
+    return totals
+
+
 def optimizer_step(optimizer: torch.optim.Optimizer) -> None:
     """Steps, clears the gradients and records both as the jobs do."""
     read_gradients()
@@ -253,15 +299,6 @@ def read_gradients() -> None:
     """Records that the current stream reads the gradients."""
     stream = torch.cuda.current_stream().stream_id
     active_recorder().record(OpKind.GRAD_READ, stream=stream, by="optimizer")
-
-
-def name_storage(tensor: torch.Tensor, unit: str, kind: str) -> None:
-    """Names a tensor's storage in the trace as a buffer of a unit."""
-    from sim.cuda import active_device
-
-    device = active_device()
-    storage = device.storage_id(tensor.untyped_storage())
-    device.recorder.record(OpKind.NAME, storage=storage, name=f"{unit}:{kind}")
 
 
 @contextmanager

@@ -35,53 +35,32 @@ def _on_ranks(
 # -- D1 ---------------------------------------------------------------------------------------
 
 
-def _two_steps_with_sharded_outer_axis(rank: Rank) -> None:
-    kernel = units.start(rank, num_outer=2, is_outer_sharded=True)
-    for step in range(2):
-        kernel.step(step)
+def _first_window(*, is_told: bool) -> Callable[[Rank], None]:
+    """One window of a hybrid mesh under the released package, seen from construction on.
 
+    Its accumulators come from the compute stream's pool and are replaced on the reduce-scatter
+    stream, which still reads them when their last reference goes.
 
-def _accumulator_on_the_wrong_stream() -> AbstractContextManager[None]:
-    """New gradient accumulators are allocated on the current stream, not where they are reduced."""
+    Args:
+        is_told: Whether the allocator is told that the reduce-scatter stream uses them.
+    """
 
-    def make(original: Any) -> Any:
-        def begin(unit: Any, group: Any) -> None:
-            context = unit.module.context
-            right, context.reduce_scatter_stream = (
-                context.reduce_scatter_stream,
-                torch.cuda.current_stream(),
-            )
-            try:
-                original(unit, group)
-            finally:
-                context.reduce_scatter_stream = right
+    def body(rank: Rank) -> None:
+        rank.observe()
+        torch.manual_seed(1)
+        chunk: Any = units.Chunk()
+        units.shard_chunk(chunk, units.dense_mesh(2))
+        kernel = units.Kernel(units.wrap(chunk))
+        units.name_storages(rank.device, chunk)
+        if is_told:
+            stream = kernel.model.scheduler.context.reduce_scatter_stream
+            for unit in kernel.model.scheduler.units.values():
+                module: Any = unit.unit.module
+                for group in module.parameter_groups:
+                    group.main_grad.local_buffer.record_stream(stream)
+        kernel.step(0)
 
-        return begin
-
-    return replaced("real.mcore.internals.units.MfsdpUnit._begin_window", make)
-
-
-def _accumulators_named() -> AbstractContextManager[None]:
-    """Accumulators that are made anew get a name in the trace as the first ones have."""
-
-    def make(original: Any) -> Any:
-        def begin(unit: Any, group: Any) -> None:
-            original(unit, group)
-            units.name_storage(group.main_grad.local_buffer, unit.name, "main gradient")
-
-        return begin
-
-    return replaced("real.mcore.internals.units.MfsdpUnit._begin_window", make)
-
-
-@contextmanager
-def _d1(*, is_faulty: bool) -> Iterator[None]:
-    with _accumulators_named():
-        if not is_faulty:
-            yield
-            return
-        with _accumulator_on_the_wrong_stream():
-            yield
+    return body
 
 
 # -- D3 ---------------------------------------------------------------------------------------
@@ -103,7 +82,7 @@ def _driven_stage(*, waits: bool) -> Callable[[Rank], None]:
         units.begin(0)
         context.allgather_stream.wait_stream(torch.cuda.current_stream())
         value = units.given_to(rank.number, 0).requires_grad_()
-        for layer in chunk.decoder.layers:
+        for layer in chunk.decoder.layers.values():
             value = layer(value)
         value.sum().backward()
         if waits:
@@ -286,10 +265,10 @@ CASES: Final[tuple[Case, ...]] = (
         rules=("I10",),
         unit="decoder.layers.1",
         shown=Shown.KERNEL,
-        defect="a new accumulator comes from the compute stream's pool",
-        twin="it comes from the pool of the stream that writes it",
-        faulty=_on_ranks(_two_steps_with_sharded_outer_axis, defect=lambda: _d1(is_faulty=True)),
-        correct=_on_ranks(_two_steps_with_sharded_outer_axis, defect=lambda: _d1(is_faulty=False)),
+        defect="none of ours: megatron-fsdp 0.6.1 does so in the first window of a hybrid mesh",
+        twin="the allocator is told of the reduce-scatter stream",
+        faulty=_on_ranks(_first_window(is_told=False)),
+        correct=_on_ranks(_first_window(is_told=True)),
     ),
     Case(
         id="D3",

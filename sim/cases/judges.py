@@ -1,0 +1,258 @@
+"""Rules that some cases need beside the checks of every trace, each with a name of its own.
+
+* I13, `check_last`: the flag for the last microbatch, read at each reduction, is true for the last
+  reduction of a unit's window and for no other.
+* I5, `check_reductions`: each microbatch with a backward reduces every unit that the step reduces.
+* I15, `check_demand`: a hook gathers the nearest unit around its module.
+* "exposed", `check_exposed`: the compute stream waits for a reduction with no kernel of its own
+  since the launch, while the step has more nodes to run; nothing hides the reduction.
+* "queued", `check_queued`: a gather is queued behind a reduction that its consumer does not need,
+  on the same stream or on the same communicator, which runs its calls in launch order.
+* "coverage", `check_coverage`: some forward runs against the backward of another microbatch.
+* "init", `check_equal`: every rank starts from the same weights.
+* "budget", `check_budget`: the hooks of one node cost at most so many calls of Python functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from real.trace import OpKind, Trace
+from sim.checks import Violation
+from sim.checks.base import Place, unit_label, walk
+from sim.checks.clocks import StreamClocks
+
+_REDUCTIONS = ("reduce_scatter", "all_reduce")
+
+
+def check_last(traces: Sequence[Trace]) -> list[Violation]:
+    """Compares the flag at each reduction with what turned out to be the last one of its window."""
+    found = []
+    for trace in traces:
+        window: dict[str, list[tuple[bool, Place, int]]] = {}
+        for record, place in walk(trace):
+            if record["op"] == OpKind.REDUCE:
+                here = Place(step=place.step, nodes=list(place.nodes), hook=place.hook)
+                window.setdefault(record["unit"], []).append((record["last"], here, record["seq"]))
+            elif record["op"] == OpKind.STEP and record["event"] == "end":
+                found += _wrong_flags(trace.rank, window)
+                window = {}
+        found += _wrong_flags(trace.rank, window)
+    return found
+
+
+def _wrong_flags(
+    rank: int, window: Mapping[str, Sequence[tuple[bool, Place, int]]]
+) -> list[Violation]:
+    found = []
+    for unit, reductions in window.items():
+        for number, (flag, place, seq) in enumerate(reductions, start=1):
+            is_last = number == len(reductions)
+            if flag != is_last:
+                found.append(
+                    Violation(
+                        rule="I13",
+                        rank=rank,
+                        message=f"Reduction {number} of {len(reductions)} of unit "
+                        f"{unit_label(unit)} is taken as {'' if flag else 'not '}the last.",
+                        unit=unit_label(unit),
+                        node=place.node,
+                        microbatch=place.microbatch,
+                        hook=place.hook,
+                        seq=seq,
+                    )
+                )
+                break
+    return found
+
+
+def check_reductions(traces: Sequence[Trace]) -> list[Violation]:
+    """Looks for microbatches that leave a unit's reduction out."""
+    found = []
+    for trace in traces:
+        backwards: set[int] = set()
+        reduced: dict[str, set[int | None]] = {}
+        for record, place in walk(trace):
+            if record["op"] == OpKind.NODE and record["direction"] == "backward":
+                backwards.add(record["microbatch"])
+            elif record["op"] == OpKind.REDUCE:
+                reduced.setdefault(record["unit"], set()).add(place.microbatch)
+        for unit, microbatches in reduced.items():
+            missing = sorted(backwards - microbatches)
+            if missing:
+                found.append(
+                    Violation(
+                        rule="I5",
+                        rank=trace.rank,
+                        message=f"Unit {unit_label(unit)} is not reduced in this microbatch.",
+                        unit=unit_label(unit),
+                        microbatch=missing[0],
+                    )
+                )
+    return found
+
+
+def check_demand(traces: Sequence[Trace]) -> list[Violation]:
+    """Compares the unit of every demand hook with the nearest unit around its module."""
+    found = []
+    for trace in traces:
+        units = [r["unit"] for r in trace.records if r["op"] == OpKind.UNIT]
+        seen: set[str] = set()
+        for record, place in walk(trace):
+            if record["op"] != OpKind.HOOK or record["point"] != "pre_forward":
+                continue
+            module = record["module"]
+            owner = max((u for u in units if _is_within(module, u)), key=len, default=None)
+            if owner is None or owner == record["unit"] or module in seen:
+                continue
+            seen.add(module)
+            found.append(
+                Violation(
+                    rule="I15",
+                    rank=trace.rank,
+                    message=f"The hook of {module} gathers unit {unit_label(record['unit'])}, and "
+                    f"its parameters belong to unit {unit_label(owner)}.",
+                    unit=unit_label(owner),
+                    node=place.node,
+                    microbatch=place.microbatch,
+                    hook=place.hook,
+                    seq=record["seq"],
+                )
+            )
+    return found
+
+
+def _is_within(module: str, unit: str) -> bool:
+    return not unit or module == unit or module.startswith(f"{unit}.")
+
+
+def check_exposed(traces: Sequence[Trace]) -> list[Violation]:
+    """Looks for reductions that are waited for at once in the middle of a step."""
+    return [violation for trace in traces for violation in _exposed(trace)]
+
+
+def _exposed(trace: Trace) -> list[Violation]:
+    found: list[Violation] = []
+    clocks = StreamClocks()
+    # Reductions that no compute kernel has followed yet, and those already waited for.
+    pending: list[tuple[int, int, str]] = []
+    waited: list[Violation] = []
+    for record, place in walk(trace):
+        op = record["op"]
+        if op == OpKind.NODE:
+            found += waited
+            waited = []
+        elif op in (OpKind.STEP, OpKind.GRAD_READ, OpKind.FENCE):
+            pending, waited = [], []
+        elif op == OpKind.COLLECTIVE and record["kind"] in _REDUCTIONS and record["unit"]:
+            pending.append((record["stream"], record["seq"], record["unit"]))
+        elif op == OpKind.KERNEL:
+            pending = [entry for entry in pending if entry[0] == record["stream"]]
+        clocks.advance(record)
+        if op in (OpKind.STREAM_WAIT, OpKind.EVENT_WAIT, OpKind.COLLECTIVE_WAIT):
+            for entry in list(pending):
+                stream, seq, unit = entry
+                if record["stream"] != stream and clocks.is_ordered_after(
+                    record["stream"], stream, seq
+                ):
+                    pending.remove(entry)
+                    waited.append(
+                        Violation(
+                            rule="exposed",
+                            rank=trace.rank,
+                            message=f"Stream {record['stream']} waits for the reduction of unit "
+                            f"{unit} with no kernel since its launch, and has more to do.",
+                            unit=unit,
+                            node=place.node,
+                            microbatch=place.microbatch,
+                            hook=place.hook,
+                            seq=record["seq"],
+                        )
+                    )
+    return found
+
+
+def check_queued(traces: Sequence[Trace]) -> list[Violation]:
+    """Looks for gathers behind reductions that the compute stream has not waited for."""
+    return [violation for trace in traces for violation in _queued(trace)]
+
+
+def _queued(trace: Trace) -> list[Violation]:
+    found = []
+    clocks = StreamClocks()
+    reductions: list[tuple[int, str, int, str | None]] = []
+    for record, place in walk(trace):
+        if record["op"] == OpKind.COLLECTIVE and record["kind"] in _REDUCTIONS:
+            reductions.append((record["stream"], record["group"], record["seq"], record["unit"]))
+        elif record["op"] == OpKind.COLLECTIVE and record["kind"] == "all_gather":
+            for stream, group, seq, unit in reductions:
+                is_same_stream = stream == record["stream"]
+                if not is_same_stream and group != record["group"]:
+                    continue
+                if clocks.is_ordered_after(0, stream, seq) and stream != 0:
+                    continue  # the compute stream has waited for it anyway
+                where = f"stream {stream}" if is_same_stream else f"communicator {group}"
+                found.append(
+                    Violation(
+                        rule="queued",
+                        rank=trace.rank,
+                        message=f"The gather of unit {unit_label(record['unit'])} is queued on "
+                        f"{where} behind the reduction of unit {unit_label(unit)}.",
+                        unit=unit_label(record["unit"]),
+                        node=place.node,
+                        microbatch=place.microbatch,
+                        hook=place.hook,
+                        seq=record["seq"],
+                    )
+                )
+                break
+        clocks.advance(record)
+    return found
+
+
+def check_coverage(traces: Sequence[Trace]) -> list[Violation]:
+    """Looks for a node that ran while a forward and a backward were interleaved."""
+    return [
+        Violation(
+            rule="coverage",
+            rank=trace.rank,
+            message="No forward runs against the backward of another microbatch: "
+            f"{trace.scenario.get('num_microbatches')} microbatch(es) show no overlap.",
+        )
+        for trace in traces
+        if not any(r["op"] == OpKind.NODE and r["phase"] == "steady" for r in trace.records)
+    ]
+
+
+def check_equal(weights: Sequence[Mapping[str, torch.Tensor]]) -> list[Violation]:
+    """Compares every rank's weights with rank 0's, by full name."""
+    found = []
+    for rank, mine in enumerate(weights):
+        for name, weight in mine.items():
+            if not torch.equal(weight, weights[0][name]):
+                found.append(
+                    Violation(
+                        rule="init",
+                        rank=rank,
+                        message=f"{name} starts with other values than on rank 0.",
+                        unit=name.rpartition(".")[0],
+                    )
+                )
+    return found
+
+
+def check_budget(rank: int, calls: Mapping[tuple[str, str], int], most: int) -> list[Violation]:
+    """Compares the calls of Python functions that hooks cost, by node and unit, with a budget."""
+    return [
+        Violation(
+            rule="budget",
+            rank=rank,
+            message=f"Expected hooks of at most {most} calls a node, got {count}.",
+            unit=unit_label(unit),
+            node=node,
+        )
+        for (node, unit), count in calls.items()
+        if count > most
+    ]
