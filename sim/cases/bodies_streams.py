@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -166,3 +167,40 @@ def full_weight_outside_the_pool(rank: Rank, *, resizes: bool) -> None:
                 with torch.cuda.stream(gather_stream):
                     full.untyped_storage().resize_(0)
             del full, output
+
+
+def gather_after_reduction(
+    rank: Rank, *, shares_stream: bool = False, shares_group: bool = False
+) -> None:
+    """Gathers a layer ahead while the reduction of the layer before it in backward is on its way.
+
+    Args:
+        rank: The rank.
+        shares_stream: Whether both run on one stream.
+        shares_group: Whether both use one communicator.
+    """
+    rank.observe()
+    compute, reduce_stream = torch.cuda.current_stream(), torch.cuda.Stream()
+    gather_stream = reduce_stream if shares_stream else torch.cuda.Stream()
+    size = dist.get_world_size()
+    reduce_group: Any = dist.new_group(list(range(size)))
+    gather_group: Any = reduce_group if shares_group else dist.new_group(list(range(size)))
+    shard, gradient = torch.ones(8), torch.ones(8 * size)
+    with at_node("attn", "backward", layer="decoder.layers.1"):
+        reduced = torch.empty(8)
+        reduce_stream.wait_stream(compute)
+        with torch.cuda.stream(reduce_stream), at_work("decoder.layers.1"):
+            dist.reduce_scatter_tensor(reduced, gradient, group=reduce_group)
+        if gather_stream is not reduce_stream:
+            gather_stream.wait_stream(compute)
+        with torch.cuda.stream(gather_stream), at_work("decoder.layers.0"):
+            full = torch.empty(8 * size)
+            dist.all_gather_into_tensor(full, shard, group=gather_group)
+            gathered = gather_stream.record_event()
+    with at_node("mlp", "backward", layer="decoder.layers.0"):
+        compute.wait_event(gathered)
+        full.square()
+    compute.wait_stream(reduce_stream)
+    compute.wait_stream(gather_stream)
+    gather_stream.wait_stream(compute)
+    del full

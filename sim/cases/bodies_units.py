@@ -25,9 +25,20 @@ if TYPE_CHECKING:
 WIDTH: Final = 8
 
 
-def linear() -> nn.Linear:
-    """Returns a small linear layer in bf16 without a bias."""
-    return nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.bfloat16)
+class Part(nn.Linear):
+    """A small linear layer in bf16 without a bias.
+
+    Attributes:
+        is_idle: Whether it has nothing to learn from: its weight then gets no gradient.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH, bias=False, dtype=torch.bfloat16)
+        self.is_idle = False
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        """Computes."""
+        return nn.functional.linear(value, self.weight.detach() if self.is_idle else self.weight)
 
 
 class Layer(nn.Module):
@@ -35,13 +46,25 @@ class Layer(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.attn = linear()
-        self.mlp = linear()
+        self.attn = Part()
+        self.mlp = Part()
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         """Runs both parts, for a caller who calls the layer as a whole."""
         output: torch.Tensor = self.mlp(self.attn(value))
         return output
+
+
+class Experts(nn.Module):
+    """Owns its weight itself and has no submodule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.bfloat16) / WIDTH)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        """Adds what the experts make of their tokens."""
+        return value + nn.functional.linear(value, self.weight)
 
 
 class Chunk(nn.Module):
@@ -52,6 +75,7 @@ class Chunk(nn.Module):
         first_layer: Number of the first one in the whole model.
         has_embedding: Whether it is a first stage.
         has_output: Whether it is a last stage.
+        has_experts: Whether each layer ends with experts, a unit of their own.
     """
 
     def __init__(
@@ -61,15 +85,19 @@ class Chunk(nn.Module):
         first_layer: int = 0,
         has_embedding: bool = True,
         has_output: bool = True,
+        has_experts: bool = False,
     ) -> None:
         super().__init__()
         if has_embedding:
-            self.embedding = linear()
+            self.embedding = Part()
         self.decoder = nn.Module()
         numbers = range(first_layer, first_layer + num_layers)
         self.decoder.layers = nn.ModuleDict({str(number): Layer() for number in numbers})
+        if has_experts:
+            for layer in self.decoder.layers.values():
+                layer.experts = Experts()
         if has_output:
-            self.output = linear()
+            self.output = Part()
 
 
 class Node:
@@ -113,8 +141,10 @@ def shard(module: nn.Module, mesh: Any, *, is_outer_sharded: bool = False) -> No
 
 
 def shard_chunk(chunk: nn.Module, mesh: Any, *, is_outer_sharded: bool = False) -> None:
-    """Makes units of the layers and of the rest."""
+    """Makes units of the experts, of the layers and of the rest."""
     for layer in chunk.get_submodule("decoder.layers").children():
+        if hasattr(layer, "experts"):
+            shard(layer.get_submodule("experts"), mesh, is_outer_sharded=is_outer_sharded)
         shard(layer, mesh, is_outer_sharded=is_outer_sharded)
     shard(chunk, mesh, is_outer_sharded=is_outer_sharded)
 
@@ -149,17 +179,33 @@ def start(
 
 
 def start_all(
-    rank: Rank, chunks: Sequence[nn.Module], *, num_outer: int = 1, is_outer_sharded: bool = False
+    rank: Rank,
+    chunks: Sequence[nn.Module],
+    *,
+    num_outer: int = 1,
+    is_outer_sharded: bool = False,
+    shares_context: bool = False,
 ) -> list[Kernel]:
-    """Does the same with several chunks of one model."""
+    """Does the same with several chunks of one model, each with its own context or one for all."""
     mesh = dense_mesh(num_outer)
     for chunk in chunks:
         shard_chunk(chunk, mesh, is_outer_sharded=is_outer_sharded)
+    if shares_context:
+        _share_context(chunks)
     kernels = [Kernel(wrap(chunk)) for chunk in chunks]
     for chunk in chunks:
         name_storages(rank.device, chunk)
     rank.observe()
     return kernels
+
+
+def _share_context(chunks: Sequence[Any]) -> None:
+    first = chunks[0]
+    first._lazy_init_context()
+    for chunk in chunks[1:]:
+        for name, module in chunk.named_modules():
+            if hasattr(module, "_lazy_init_context"):
+                module._context, module._name = first._context, name
 
 
 class Kernel:
@@ -235,6 +281,8 @@ def _nodes_of(chunk: Any) -> Iterator[Node]:
         name = f"decoder.layers.{number}"
         yield Node("attn", name, layer.attn)
         yield Node("mlp", name, layer.mlp)
+        if hasattr(layer, "experts"):
+            yield Node("experts", name, layer.experts)
     if hasattr(chunk, "output"):
         yield Node("post_process", None, chunk.output)
 

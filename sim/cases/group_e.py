@@ -12,6 +12,7 @@ from sim.cases import bodies_units as units
 from sim.cases.base import Case, Run, Shown
 from sim.cases.judges import check_coverage, check_exposed, check_last, check_reductions
 from sim.cases.numbers import compare_gradients
+from sim.cases.ordering import OVERLAP
 from sim.cases.worlds import (
     SMALL,
     Defect,
@@ -368,7 +369,7 @@ CASES: Final[tuple[Case, ...]] = (
         id="E11",
         source="https://github.com/pytorch/pytorch/issues/165106",
         title="A wait for each reduction inside the pipeline step exposes it.",
-        rules=("exposed",),
+        rules=(OVERLAP,),
         unit="decoder.layers.1",
         shown=Shown.KERNEL,
         defect="the compute stream waits right after each launch",

@@ -4,9 +4,11 @@
   reduction of a unit's window and for no other.
 * I5, `check_reductions`: each microbatch with a backward reduces every unit that the step reduces.
 * I15, `check_demand`: a hook gathers the nearest unit around its module.
-* "exposed", `check_exposed`: the compute stream waits for a reduction with no kernel of its own
+* I14, `check_norms`: the gradient norm is the reference's, and one number on all ranks.
+* I11, `both_sides`: ranks that met in different calls, each with its own unit.
+* "overlap", `check_exposed`: the compute stream waits for a reduction with no kernel of its own
   since the launch, while the step has more nodes to run; nothing hides the reduction.
-* "queued", `check_queued`: a gather is queued behind a reduction that its consumer does not need,
+* "overlap", `check_queued`: a gather is queued behind a reduction that its consumer does not need,
   on the same stream or on the same communicator, which runs its calls in launch order.
 * "coverage", `check_coverage`: some forward runs against the backward of another microbatch.
 * "init", `check_equal`: every rank starts from the same weights.
@@ -15,16 +17,56 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
+from real.result import MAX_GRAD_NORM_REL_ERROR
 from real.trace import OpKind, Trace
+from real.trace.recorder import Record
+from sim.cases.ordering import OVERLAP
+from sim.cases.worlds import Outcome
 from sim.checks import Violation
 from sim.checks.base import Place, unit_label, walk
 from sim.checks.clocks import StreamClocks
+from sim.world import MismatchError
+
+if TYPE_CHECKING:
+    from real.mcore.jobs import JobOutput
 
 _REDUCTIONS = ("reduce_scatter", "all_reduce")
+
+
+def both_sides(outcome: Outcome) -> list[Violation]:
+    """Names every rank's call where a run ended because ranks met in different ones.
+
+    The world names the rank that came second; the fault may be on the other side.
+    """
+    if outcome.error is None or not isinstance(outcome.error.__cause__, MismatchError):
+        return []
+    found = []
+    for trace in outcome.traces:
+        last: tuple[Record, str | None, int | None] | None = None
+        for record, place in walk(trace):
+            if record["op"] == OpKind.COLLECTIVE:
+                last = (record, place.node, place.microbatch)
+        if last is not None:
+            record, node, microbatch = last
+            found.append(
+                Violation(
+                    rule="I11",
+                    rank=trace.rank,
+                    message=f"This rank calls {record['kind']} of unit "
+                    f"{unit_label(record['unit'])} where another calls something else.",
+                    unit=unit_label(record["unit"]),
+                    node=node,
+                    microbatch=microbatch,
+                    seq=record["seq"],
+                )
+            )
+    return found
 
 
 def check_last(traces: Sequence[Trace]) -> list[Violation]:
@@ -160,7 +202,7 @@ def _exposed(trace: Trace) -> list[Violation]:
                     pending.remove(entry)
                     waited.append(
                         Violation(
-                            rule="exposed",
+                            rule=OVERLAP,
                             rank=trace.rank,
                             message=f"Stream {record['stream']} waits for the reduction of unit "
                             f"{unit} with no kernel since its launch, and has more to do.",
@@ -196,7 +238,7 @@ def _queued(trace: Trace) -> list[Violation]:
                 where = f"stream {stream}" if is_same_stream else f"communicator {group}"
                 found.append(
                     Violation(
-                        rule="queued",
+                        rule=OVERLAP,
                         rank=trace.rank,
                         message=f"The gather of unit {unit_label(record['unit'])} is queued on "
                         f"{where} behind the reduction of unit {unit_label(unit)}.",
@@ -209,6 +251,22 @@ def _queued(trace: Trace) -> list[Violation]:
                 )
                 break
         clocks.advance(record)
+    return found
+
+
+def check_norms(outputs: Sequence[JobOutput], references: Sequence[JobOutput]) -> list[Violation]:
+    """Compares the first step's gradient norm on each rank with the reference's."""
+    found = []
+    for rank, (output, reference) in enumerate(zip(outputs, references, strict=True)):
+        norm, expected = output.steps[0].grad_norm, reference.steps[0].grad_norm
+        first = outputs[0].steps[0].grad_norm
+        message = None
+        if not math.isclose(norm, expected, rel_tol=MAX_GRAD_NORM_REL_ERROR):
+            message = f"Expected a gradient norm of {expected:.6g}, got {norm:.6g}."
+        elif norm != first:
+            message = f"Expected one gradient norm on all ranks, got {norm!r} and {first!r}."
+        if message is not None:
+            found.append(Violation(rule="I14", rank=rank, message=message))
     return found
 
 
