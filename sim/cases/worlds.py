@@ -14,7 +14,7 @@ from torch import nn
 
 from real.config import Scenario
 from real.trace import MemorySink, OpKind, Recorder, Trace, active_recorder, recording
-from sim.checks import Violation, check_traces
+from sim.checks import Check, Violation, check_traces
 from sim.checks.errors import violations_of_error
 from sim.cuda import FakeDevice, use_device
 from sim.cuda.kernels import KernelRecorder
@@ -74,19 +74,26 @@ class Outcome:
     results: list[Any] = field(default_factory=list)
     error: WorldError | None = None
 
-    def violations(self) -> list[Violation]:
+    def violations(self, *more: Check) -> list[Violation]:
         """Judges the error, if any, and the traces.
 
         The ranks of a run that failed stopped at different places, so they are not compared.
+
+        Args:
+            *more: Checks beside those of every run.
         """
+        checks = (check_traces, *more)
         if self.error is None:
-            return check_traces(self.traces)
+            return [violation for check in checks for violation in check(self.traces)]
         rank = self.error.rank
         judged = self.traces if rank is None else [self.traces[rank]]
-        return [
+        found = [
             *violations_of_error(self.error, self.traces),
-            *(violation for trace in judged for violation in check_traces([trace])),
+            *(violation for trace in judged for check in checks for violation in check([trace])),
         ]
+        if not found:
+            raise self.error  # it breaks no rule: the bench or the case is at fault
+        return found
 
 
 def run_ranks(
@@ -154,6 +161,7 @@ def run_scenario(
     change: Change = lambda _: None,
     compares: bool = True,
     faults: Sequence[Fault] = (),
+    checks: Sequence[Check] = (),
 ) -> list[Violation]:
     """Trains a scenario under MFSDP v2 and our hooks, and returns all that is wrong with it.
 
@@ -163,9 +171,10 @@ def run_scenario(
         change: Made to each rank's job before its first step.
         compares: Whether gradients and losses are compared with the reference.
         faults: Disturbances of the ranks' collectives.
+        checks: Checks beside those of every run.
     """
     outcome = train(scenario, defect=defect, change=change, faults=faults)
-    found = outcome.violations()
+    found = outcome.violations(*checks)
     if compares and outcome.error is None:
         from sim.cases.numbers import compare
 
@@ -223,6 +232,15 @@ def replaced(target: str, make: Callable[[Any], Any]) -> Iterator[None]:
         yield
     finally:
         setattr(owner, attribute, original)
+
+
+@contextmanager
+def all_of(*managers: AbstractContextManager[Any]) -> Iterator[None]:
+    """Enters several managers at once."""
+    with ExitStack() as stack:
+        for manager in managers:
+            stack.enter_context(manager)
+        yield
 
 
 @contextmanager

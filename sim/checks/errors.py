@@ -29,7 +29,8 @@ class RunError(Protocol):
 _RELEASED: Final = (
     r"out of bounds for storage of size 0"
     r"|data is not allocated yet"
-    r"|storage has 0 elements|mixed torch\.Tensor and DTensor"
+    r"|storage has been released"
+    r"|mixed torch\.Tensor and DTensor"
 )
 _RULES: Final = (
     (_RELEASED, "I1"),
@@ -37,6 +38,8 @@ _RULES: Final = (
     (r"Final callbacks can only be installed", "I8"),
     (r"Missing gradient for FSDP parameter", "I6"),
     (r"sharded gradients must be either all set or all None", "I6"),
+    (r"assign a gradient with dtype", "I13"),
+    (r"no device in this thread", "I16"),  # a hook in a thread that is no rank's
     (r"already owned by another FsdpModule", "I15"),
     (r"context is already initialized for a descendant", "I15"),
 )
@@ -60,7 +63,8 @@ def violations_of_error(error: RunError, traces: Sequence[Trace]) -> list[Violat
         rule, unit = "I11", _last_collective_unit(trace)
     if rule is None:
         rule = next((r for pattern, r in _RULES if re.search(pattern, error.problem)), None)
-        unit = _unit_at_end(trace, rule)
+        unit = _unit_of_sharded(cause) if rule == "I1" else None
+        unit = _unit_at_end(trace, rule) if unit is None else unit
     if rule is None:
         return []
     return [_at_end(trace, rule, error.problem, unit)]
@@ -91,6 +95,31 @@ def _at_end(trace: Trace, rule: str, message: str, unit: str | None) -> Violatio
         hook=place.hook,
         seq=seq,
     )
+
+
+def _unit_of_sharded(error: BaseException | None) -> str | None:
+    """Returns the unit of the sharded parameters that code computed with, innermost call first.
+
+    Such a call never becomes a kernel, so the trace does not have it; the stack of the error does.
+    """
+    from torch import nn
+
+    from real.mcore.internals import unit_of_sharded
+
+    frames = []
+    traceback = None if error is None else error.__traceback__
+    while traceback is not None:
+        frames.append(traceback.tb_frame)
+        traceback = traceback.tb_next
+    for frame in reversed(frames):
+        values = list(frame.f_locals.values())
+        parameters = [value for value in values if isinstance(value, nn.Parameter)]
+        parameters += [p for v in values if isinstance(v, nn.Module) for p in v.parameters()]
+        for parameter in parameters:
+            unit = unit_of_sharded(parameter)
+            if unit is not None:
+                return unit
+    return None
 
 
 def _last_collective_unit(trace: Trace) -> str | None:

@@ -32,6 +32,7 @@ from real.mcore.internals.units import (  # noqa: E402
     collect_units,
     initialize_context,
     is_fsdp_module,
+    unit_of_sharded,
     unit_storages,
 )
 
@@ -58,5 +59,6 @@ __all__ = [
     "memoize_layouts",
     "observed_nodes",
     "shard_optimizer",
+    "unit_of_sharded",
     "unit_storages",
 ]
