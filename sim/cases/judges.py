@@ -12,7 +12,7 @@
   on the same stream or on the same communicator, which runs its calls in launch order.
 * "coverage", `check_coverage`: some forward runs against the backward of another microbatch.
 * "init", `check_equal`: every rank starts from the same weights.
-* "budget", `check_budget`: the hooks of one node cost at most so many calls of Python functions.
+* "budget", `check_budget`: a hook costs at most so many calls of Python functions.
 """
 
 from __future__ import annotations
@@ -302,15 +302,18 @@ def check_equal(weights: Sequence[Mapping[str, torch.Tensor]]) -> list[Violation
 
 
 def check_budget(rank: int, calls: Mapping[tuple[str, str], int], most: int) -> list[Violation]:
-    """Compares the calls of Python functions that hooks cost, by node and unit, with a budget."""
+    """Compares the calls of Python functions that each hook costs, by hook and unit, with a budget.
+
+    Calls and not seconds: they are the same on every machine and in every run.
+    """
     return [
         Violation(
             rule="budget",
             rank=rank,
-            message=f"Expected hooks of at most {most} calls a node, got {count}.",
+            message=f"Expected a hook of at most {most} calls, got {count}.",
             unit=unit_label(unit),
-            node=node,
+            hook=hook,
         )
-        for (node, unit), count in calls.items()
+        for (hook, unit), count in calls.items()
         if count > most
     ]
