@@ -6,8 +6,8 @@ import gc
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
 from typing import Final
 
@@ -143,12 +143,17 @@ def _counted_step(rank: Rank) -> list[Violation]:
     return check_budget(rank.number, counter.calls, _MOST_CALLS)
 
 
-def _layouts_anew() -> AbstractContextManager[None]:
+@contextmanager
+def _layouts_anew() -> Iterator[None]:
     """MFSDP lays out every gradient buffer anew, as released."""
     from real.mcore.internals import layouts
 
     target = "megatron.core.distributed.fsdp.src.megatron_fsdp.experimental.layout"
-    return replaced(f"{target}.GlobalLayout.build", lambda _: layouts._released_build)
+    with (
+        replaced(f"{target}.GlobalLayout.build", lambda _: layouts._released_build),
+        replaced("real.mcore.schedule.internals.memoize_layouts", lambda _: lambda: lambda: None),
+    ):
+        yield
 
 
 CASES: Final[tuple[Case, ...]] = (
