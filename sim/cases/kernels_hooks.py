@@ -89,8 +89,8 @@ class _Container(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.fc1 = units.linear()
-        self.fc2 = units.linear()
+        self.fc1 = units.Part()
+        self.fc2 = units.Part()
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         hidden = nn.functional.linear(value, self.fc1.weight)
@@ -168,8 +168,8 @@ class _TwoUnits(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Sequential(units.linear(), units.linear())
-        self.last = units.linear()
+        self.first = nn.Sequential(units.Part(), units.Part())
+        self.last = units.Part()
 
 
 def no_input_gradient(*, is_released_by_module_hook: bool) -> list[Violation]:
@@ -218,9 +218,9 @@ class _Stack(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(
-            nn.Sequential(units.linear(), nn.Tanh(), units.linear()) for _ in range(2)
+            nn.Sequential(units.Part(), nn.Tanh(), units.Part()) for _ in range(2)
         )
-        self.last = units.linear()
+        self.last = units.Part()
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         from torch.utils.checkpoint import checkpoint

@@ -43,7 +43,7 @@ class _Layer(nn.Module):
         self, *, is_delayed: bool = True, num_uses: int = 1, has_unused: bool = False
     ) -> None:
         super().__init__()
-        self.norm = units.linear()
+        self.norm = units.Part()
         if has_unused:
             self.unused = nn.Parameter(torch.ones(units.WIDTH, dtype=torch.bfloat16))
         self.fc = _delayed(is_delayed=is_delayed)
@@ -61,7 +61,7 @@ class _Model(nn.Module):
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
-        self.first = units.linear()
+        self.first = units.Part()
         self.layer = layer
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
@@ -342,7 +342,7 @@ class _Head(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding = units.linear()
+        self.embedding = units.Part()
         self.output = _FusedOutput()
 
 

@@ -6,8 +6,10 @@ case expects (how many gathers, which order allows overlap) or judges what the h
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from real.trace import OpKind, Trace
 from real.trace.recorder import Record
@@ -62,40 +64,55 @@ def check_late_readers(traces: Sequence[Trace]) -> list[Violation]:
     return found
 
 
-def check_gathers(traces: Sequence[Trace], *, most: int, extra: int = 0) -> list[Violation]:
-    """I2: a unit is gathered at most so often in one microbatch, forward and backward together.
+def check_gathers(
+    traces: Sequence[Trace],
+    *,
+    most: int,
+    extra: int = 0,
+    least: int = 0,
+    units: Sequence[str] | None = None,
+) -> list[Violation]:
+    """A unit is gathered so often in a step: I2 when it is more, I12 when it is less.
 
     Args:
         traces: All ranks.
-        most: Gathers of a unit per microbatch.
+        most: Most gathers of a unit per microbatch, forward and backward together.
         extra: Further gathers of a unit per step.
+        least: Fewest gathers of a unit per microbatch.
+        units: Names of the units that are judged; None for all.
     """
     found = []
     for trace in traces:
+        num_microbatches = trace.scenario["num_microbatches"]
         counts: Counter[str] = Counter()
-        allowed = most * int(trace.scenario.get("num_microbatches", 1)) + extra
         for record, place in walk(trace):
-            if record["op"] == OpKind.STEP and record["event"] == "begin":
-                counts.clear()
-            elif record["op"] == OpKind.COLLECTIVE and record["kind"] == "all_gather":
-                unit = record["unit"]
-                if unit is None or not _is_in_schedule(record, trace):
+            if record["op"] == OpKind.UNSHARD and record["gathered"]:
+                counts[record["unit"]] += 1
+                if counts[record["unit"]] != most * num_microbatches + extra + 1:
                     continue
-                counts[unit] += 1
-                if counts[unit] == allowed + 1:
-                    found.append(
-                        Violation(
-                            rule="I2",
-                            rank=trace.rank,
-                            message=f"Unit {unit_label(unit)} is gathered more than {allowed} "
-                            "times in a step.",
-                            unit=unit_label(unit),
-                            node=place.node,
-                            microbatch=place.microbatch,
-                            hook=place.hook,
-                            seq=record["seq"],
-                        )
+                rule, how = "I2", f"more than {most * num_microbatches + extra}"
+                judged = [record["unit"]]
+            elif record["op"] == OpKind.STEP and record["event"] == "end":
+                rule, how = "I12", f"less than {least * num_microbatches}"
+                judged = [u for u in sorted(counts) if counts[u] < least * num_microbatches]
+                counts = Counter()
+            else:
+                continue
+            for unit in judged:
+                if units is not None and unit not in units:
+                    continue
+                found.append(
+                    Violation(
+                        rule=rule,
+                        rank=trace.rank,
+                        message=f"Unit {unit_label(unit)} is gathered {how} times in a step.",
+                        unit=unit_label(unit),
+                        node=place.node,
+                        microbatch=place.microbatch,
+                        hook=place.hook,
+                        seq=record["seq"],
                     )
+                )
     return found
 
 
@@ -126,31 +143,114 @@ def check_reductions(traces: Sequence[Trace]) -> list[Violation]:
     return found
 
 
-def check_equal_steps(traces: Sequence[Trace]) -> list[Violation]:
-    """I12: a unit is gathered as often in every window as in the first."""
+def check_reduce_inputs(traces: Sequence[Trace], *, most: int = 1) -> list[Violation]:
+    """I20: at most so many inputs of reductions are alive when the next one is reduced."""
     found = []
     for trace in traces:
-        first: Counter[str] | None = None
-        counts: Counter[str] = Counter()
-        for record in trace.records:
-            if record["op"] == OpKind.UNSHARD and record["gathered"]:
-                counts[record["unit"]] += 1
-            elif record["op"] == OpKind.STEP and record["event"] == "end":
-                if first is None:
-                    first = counts
-                for unit in sorted(first | counts):
-                    if counts[unit] != first[unit]:
+        alive: dict[int, str] = {}
+        has_reported = False
+        for record, place in walk(trace):
+            if record["op"] == OpKind.FREE:
+                alive.pop(record["storage"], None)
+            elif record["op"] == OpKind.COLLECTIVE and record["kind"] == "reduce_scatter":
+                alive.update(dict.fromkeys(record["reads"], record["unit"]))
+                if len(alive) > most and not has_reported:
+                    has_reported = True
+                    found.append(
+                        Violation(
+                            rule="I20",
+                            rank=trace.rank,
+                            message=f"Expected at most {most} input(s) of reductions in memory, "
+                            f"got those of {', '.join(str(unit_label(u)) for u in alive.values())}.",
+                            unit=unit_label(record["unit"]),
+                            node=place.node,
+                            microbatch=place.microbatch,
+                            hook=place.hook,
+                            seq=record["seq"],
+                        )
+                    )
+    return found
+
+
+def check_loss_inputs(traces: Sequence[Trace]) -> list[Violation]:
+    """I20: what the last forward node made is gone when its microbatch's backward is over.
+
+    The schedule is done with a microbatch some records after its last node: the next node, or the
+    read of the gradients, is the latest point.
+    """
+    found = []
+    for trace in traces:
+        alive: set[int] = set()
+        made: dict[int, set[int]] = {}
+        over: list[int] = []
+        for record, place in walk(trace):
+            op, storage = record["op"], record.get("storage")
+            if op == OpKind.ALLOCATE:
+                alive.add(storage)
+            elif op == OpKind.FREE or (op == OpKind.RESIZE and record["bytes"] == 0):
+                alive.discard(storage)
+            if op == OpKind.KERNEL and place.node == "post_process forward":
+                assert place.microbatch is not None
+                made.setdefault(place.microbatch, set()).update(set(record["writes"]) & alive)
+            elif op == OpKind.NODE_END and place.node == "pre_process backward":
+                assert place.microbatch is not None
+                over.append(place.microbatch)
+            elif over and op in (OpKind.NODE, OpKind.GRAD_READ):
+                for microbatch in over:
+                    left = made.pop(microbatch, set()) & alive
+                    if left:
                         found.append(
                             Violation(
-                                rule="I12",
+                                rule="I20",
                                 rank=trace.rank,
-                                message=f"Unit {unit_label(unit)} is gathered {counts[unit]} times "
-                                f"in step {record['step']} and {first[unit]} times in the first.",
-                                unit=unit_label(unit),
+                                message=f"{len(left)} tensors of the last forward node are in "
+                                "memory after their backward.",
+                                unit="<root>",
+                                node="pre_process backward",
+                                microbatch=microbatch,
                                 seq=record["seq"],
                             )
                         )
-                counts = Counter()
+                over = []
+    return found
+
+
+def check_frozen(traces: Sequence[Trace]) -> list[Violation]:
+    """I3: in cooldown a frozen unit is released before the next layer's backward begins.
+
+    In cooldown nothing runs forward, so no other microbatch can need it.
+    """
+    found = []
+    for trace in traces:
+        frozen = {r["unit"] for r in trace.records if r["op"] == OpKind.UNIT and not r["trainable"]}
+        unsharded: set[str] = set()
+        has_ended: str | None = None
+        for record, place in walk(trace):
+            op = record["op"]
+            if op == OpKind.UNSHARD:
+                unsharded.add(record["unit"])
+            elif op == OpKind.RESHARD:
+                unsharded.discard(record["unit"])
+            elif op == OpKind.NODE_END and record["direction"] == "backward":
+                name, _, layer = str(place.node).partition(" of layer ")
+                if name == "pre_dispatch_computation backward":
+                    has_ended = f"decoder.layers.{int(layer) - 1}"
+            elif op == OpKind.NODE and record["phase"] == "cooldown" and has_ended is not None:
+                for unit in sorted(frozen & unsharded):
+                    if unit == has_ended or unit.startswith(f"{has_ended}."):
+                        found.append(
+                            Violation(
+                                rule="I3",
+                                rank=trace.rank,
+                                message=f"The frozen unit {unit} is unsharded after the backward "
+                                "of its layer.",
+                                unit=unit,
+                                node=place.node,
+                                microbatch=place.microbatch,
+                                seq=record["seq"],
+                            )
+                        )
+                has_ended = None
     return found
 
 
@@ -183,10 +283,10 @@ def check_ranges(traces: Sequence[Trace]) -> list[Violation]:
 
 
 def check_gather_overlap(traces: Sequence[Trace], *, units: Sequence[str]) -> list[Violation]:
-    """The gathers of some units can overlap compute: some kernel is ordered neither way with them.
+    """The gathers of some units run ahead: kernels are launched before anybody waits for them.
 
-    Not a time: what no wait forbids can overlap on a GPU, what a wait forbids never does. A gather
-    is judged by the first wait for it; a unit is reported when none of its forward gathers can.
+    Not a time: on a GPU such kernels can run beside the gather, and what is launched after a wait
+    for it never does. A unit is reported when not one of its gathers in forward runs ahead.
 
     Args:
         traces: All ranks.
@@ -194,52 +294,54 @@ def check_gather_overlap(traces: Sequence[Trace], *, units: Sequence[str]) -> li
     """
     found = []
     for trace in traces:
-        hidden = dict.fromkeys(units, 0)
-        first: dict[str, tuple[int, str | None, int | None]] = {}
-        for unit, num_kernels, seq, node, microbatch in _forward_gathers(trace):
-            if unit in hidden:
-                first.setdefault(unit, (seq, node, microbatch))
-                hidden[unit] += num_kernels > 0
-        for unit, (seq, node, microbatch) in first.items():
-            if hidden[unit] == 0:
+        ahead = dict.fromkeys(units, 0)
+        first: dict[str, _Gather] = {}
+        for gather, num_kernels in _forward_gathers(trace):
+            if gather.unit in ahead:
+                first.setdefault(gather.unit, gather)
+                ahead[gather.unit] += num_kernels > 0
+        for unit, gather in first.items():
+            if ahead[unit] == 0:
                 found.append(
                     Violation(
                         rule=OVERLAP,
                         rank=trace.rank,
                         message=f"No gather of unit {unit_label(unit)} can overlap any compute.",
                         unit=unit_label(unit),
-                        node=node,
-                        microbatch=microbatch,
-                        seq=seq,
+                        node=gather.node,
+                        microbatch=gather.microbatch,
+                        seq=gather.seq,
                     )
                 )
     return found
 
 
-def _forward_gathers(
-    trace: Trace,
-) -> Iterator[tuple[str, int, int, str | None, int | None]]:
-    """Yields unit, number of kernels that may run beside it, and place of each gather.
+class _Gather(NamedTuple):
+    """One gather for a forward use, and where it was issued."""
 
-    A kernel may run beside a gather when the gather's stream has not waited for it, and nobody
-    has waited for the gather before the kernel was launched.
-    """
+    unit: str
+    stream: int
+    seq: int
+    node: str | None
+    microbatch: int | None
+
+
+def _forward_gathers(trace: Trace) -> Iterator[tuple[_Gather, int]]:
+    """Yields each gather with the number of kernels launched before the first wait for it."""
     clocks = StreamClocks()
-    kernels: dict[int, list[int]] = {}
-    pending: list[tuple[str, int, int, dict[int, int], str | None, int | None]] = []
+    kernels: list[int] = []
+    pending: list[_Gather] = []
     for record, place in walk(trace):
         op = record["op"]
         if op == OpKind.KERNEL:
-            kernels.setdefault(record["stream"], []).append(record["seq"])
+            kernels.append(record["seq"])
         elif op == OpKind.COLLECTIVE and record["kind"] == "all_gather":
             if record["unit"] is not None and str(place.hook).startswith("pre_forward"):
-                stream = record["stream"]
                 pending.append(
-                    (
+                    _Gather(
                         record["unit"],
-                        stream,
+                        record["stream"],
                         record["seq"],
-                        dict(clocks.clock(stream)),
                         place.node,
                         place.microbatch,
                     )
@@ -247,20 +349,15 @@ def _forward_gathers(
         clocks.advance(record)
         if op in (OpKind.EVENT_WAIT, OpKind.STREAM_WAIT) and pending:
             waiting = record["stream"]
-            still = []
-            for entry in pending:
-                unit, stream, seq, known, node, microbatch = entry
-                if waiting == stream or not clocks.is_ordered_after(waiting, stream, seq):
-                    still.append(entry)
-                    continue
-                beside = sum(
-                    known.get(other, -1) < kernel < record["seq"]
-                    for other, launched in kernels.items()
-                    if other != stream
-                    for kernel in launched
-                )
-                yield unit, beside, seq, node, microbatch
-            pending = still
+            joined = [
+                gather
+                for gather in pending
+                if waiting != gather.stream
+                and clocks.is_ordered_after(waiting, gather.stream, gather.seq)
+            ]
+            for gather in joined:
+                yield gather, len(kernels) - bisect_left(kernels, gather.seq)
+            pending = [gather for gather in pending if gather not in joined]
 
 
 def _full_weights(trace: Trace) -> dict[int, str]:
@@ -271,7 +368,3 @@ def _full_weights(trace: Trace) -> dict[int, str]:
         for storage, name in names.items()
         if name.partition(":")[2] == "full weight"
     }
-
-
-def _is_in_schedule(record: Record, trace: Trace) -> bool:
-    return bool(record["unit"] is not None)

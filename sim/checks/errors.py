@@ -63,7 +63,7 @@ def violations_of_error(error: RunError, traces: Sequence[Trace]) -> list[Violat
         rule, unit = "I11", _last_collective_unit(trace)
     if rule is None:
         rule = next((r for pattern, r in _RULES if re.search(pattern, error.problem)), None)
-        unit = _unit_of_sharded(cause) if rule == "I1" else None
+        unit = _unit_of_sharded(cause) if "mixed torch.Tensor" in error.problem else None
         unit = _unit_at_end(trace, rule) if unit is None else unit
     if rule is None:
         return []
