@@ -41,6 +41,11 @@ class Part(nn.Linear):
         return nn.functional.linear(value, self.weight.detach() if self.is_idle else self.weight)
 
 
+def linear() -> nn.Linear:
+    """Returns a part that learns."""
+    return Part()
+
+
 class Layer(nn.Module):
     """Two parts that the schedule calls one by one."""
 
