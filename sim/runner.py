@@ -17,7 +17,7 @@ from real.result import RunResult, judge
 from real.trace import JsonlSink, Sink, Trace, trace_path
 from real.trace.recorder import Record
 from sim.aside import Aside, can_fork
-from sim.checks import check_traces
+from sim.checks import check_numerics, check_traces, declared_units
 from sim.megatron import megatron_on_fake_cuda, rank_state
 from sim.rank import run_rank
 
@@ -129,7 +129,9 @@ def run_in_process(
             wall_s=time.perf_counter() - started,
             trace=out,
         )
-        violations = check_traces([_trace_of(sink.records) for sink in kept])
+        traces = [_trace_of(sink.records) for sink in kept]
+        violations = check_traces(traces, replay=replay or None)
+        violations += check_numerics(outputs, references, units=declared_units(traces[0]))
     return dataclasses.replace(result, violations=tuple(str(v) for v in violations))
 
 

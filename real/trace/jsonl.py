@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from real.trace.record import SCHEMA_VERSION, OpKind, TraceError, validate_recor
 from real.trace.recorder import Record
 
 _FLUSH_EVERY = 256
+_BULK = frozenset({OpKind.KERNEL, OpKind.ALLOCATE, OpKind.FREE})
 _RANK_FILE = re.compile(r"rank(\d+)\.jsonl")
 _encode = json.JSONEncoder(separators=(",", ":"), ensure_ascii=True).encode
 
@@ -55,6 +57,11 @@ class Trace:
     scenario: dict[str, Any]
     records: list[Record]
     is_complete: bool
+
+    @cached_property
+    def lean_records(self) -> list[Record]:
+        """The records but for kernels, allocations and frees, which are most of them."""
+        return [record for record in self.records if record["op"] not in _BULK]
 
 
 def read_trace(path: Path) -> Trace:

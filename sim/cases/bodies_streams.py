@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from real.trace import active_recorder
+from real.trace import OpKind, active_recorder
 from sim.cases.worlds import Rank, at_node
 
 LAYER = "decoder.layers.0"
@@ -35,25 +35,26 @@ def drained_states(rank: Rank, *, waits: bool) -> None:
 
     Args:
         rank: The rank.
-        waits: Whether each state is waited for before it is dropped, whoever drops it.
+        waits: Whether every reduction drains the list, and waits for all that it drops.
     """
     rank.observe()
     compute, reduce_stream = torch.cuda.current_stream(), torch.cuda.Stream()
     states: dict[str, tuple[torch.Tensor, torch.cuda.Event]] = {}
     shard = torch.zeros(4)
 
-    def drop(unit: str) -> None:
-        _, done = states.pop(unit)
-        if waits:
-            compute.wait_event(done)
+    def drain(units: tuple[str, ...]) -> None:
+        for unit in units:
+            if unit in states:
+                compute.wait_event(states[unit][1])
+        states.clear()
 
     for microbatch in range(2):
         for unit in (LAYER, EXPERTS):  # the order that nobody enforces
             with at_node("mlp", "backward", layer="decoder.layers.0", microbatch=microbatch):
-                if unit == LAYER and LAYER in states:
-                    compute.wait_event(states[LAYER][1])
-                    for name in list(states):
-                        drop(name)
+                if waits:
+                    drain((LAYER, EXPERTS))
+                elif unit == LAYER:
+                    drain((LAYER,))
                 gradient = torch.ones(4 * dist.get_world_size())
                 rank.name(gradient, unit, "reduce input")
                 reduce_stream.wait_stream(compute)
@@ -204,3 +205,39 @@ def gather_after_reduction(
     compute.wait_stream(gather_stream)
     gather_stream.wait_stream(compute)
     del full
+
+
+def bound_gradient(rank: Rank, *, keeps: bool) -> None:
+    """Captures a backward whose gradient the optimizer reads after each replay.
+
+    Args:
+        rank: The rank.
+        keeps: Whether the gradient is set to zero where it is; else it is dropped and made anew.
+    """
+    rank.observe()
+    weight = torch.nn.Parameter(torch.ones(4, 4))
+    value = torch.ones(2, 4)
+
+    def backward() -> None:
+        (value @ weight).sum().backward()
+        assert weight.grad is not None
+        rank.name(weight.grad, LAYER, "gradient")
+
+    backward()
+    with captured(), at_node("mlp", "backward", layer=LAYER):
+        if keeps:
+            assert weight.grad is not None
+            weight.grad.zero_()
+        else:
+            weight.grad = None
+        backward()
+
+
+@contextmanager
+def captured() -> Iterator[None]:
+    """Records a graph capture on the current stream around the block."""
+    recorder = active_recorder()
+    stream = torch.cuda.current_stream().stream_id
+    recorder.record(OpKind.CAPTURE, event="begin", graph=0, stream=stream)
+    yield
+    recorder.record(OpKind.CAPTURE, event="end", graph=0, stream=stream)

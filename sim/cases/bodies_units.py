@@ -17,6 +17,7 @@ from torch import nn
 
 from real.trace import OpKind, active_recorder
 from sim.cases.worlds import Rank, at_node, replaced
+from sim.cuda import active_device
 from sim.rank import name_storages as name_storages
 
 if TYPE_CHECKING:
@@ -39,11 +40,6 @@ class Part(nn.Linear):
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         """Computes."""
         return nn.functional.linear(value, self.weight.detach() if self.is_idle else self.weight)
-
-
-def linear() -> nn.Linear:
-    """Returns a part that learns."""
-    return Part()
 
 
 class Layer(nn.Module):
@@ -70,6 +66,19 @@ class Experts(nn.Module):
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         """Adds what the experts make of their tokens."""
         return value + nn.functional.linear(value, self.weight)
+
+
+class Vocabulary(nn.Module):
+    """Stands for an embedding, or an output projection, with far more rows than a layer has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8 * WIDTH, WIDTH, dtype=torch.bfloat16) / WIDTH)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        """Returns a value of the width that it was given."""
+        scores = nn.functional.linear(value, self.weight)
+        return scores.view(*value.shape[:-1], WIDTH, -1).sum(-1)
 
 
 class Chunk(nn.Module):
@@ -352,6 +361,13 @@ def read_gradients() -> None:
     """Records that the current stream reads the gradients."""
     stream = torch.cuda.current_stream().stream_id
     active_recorder().record(OpKind.GRAD_READ, stream=stream, by="optimizer")
+
+
+def name_storage(tensor: torch.Tensor, unit: str, kind: str) -> None:
+    """Names a tensor's storage in the trace as a buffer of a unit."""
+    device = active_device()
+    storage = device.storage_id(tensor.untyped_storage())
+    device.recorder.record(OpKind.NAME, storage=storage, name=f"{unit}:{kind}")
 
 
 @contextmanager

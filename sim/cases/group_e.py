@@ -10,7 +10,13 @@ import torch
 
 from sim.cases import bodies_units as units
 from sim.cases.base import Case, Run, Shown
-from sim.cases.judges import check_coverage, check_exposed, check_last, check_reductions
+from sim.cases.judges import (
+    check_coverage,
+    check_exposed,
+    check_kept_gradients,
+    check_last,
+    check_reductions,
+)
 from sim.cases.numbers import compare_gradients
 from sim.cases.ordering import OVERLAP
 from sim.cases.worlds import (
@@ -113,7 +119,7 @@ def _group_of_one_adds_to_itself() -> AbstractContextManager[None]:
     return replaced(f"{_GROUP}.reduce_partial_gradients", make)
 
 
-def no_reduction_in_no_sync() -> AbstractContextManager[None]:
+def _no_reduction_in_no_sync() -> AbstractContextManager[None]:
     """`no_sync` leaves reductions out, as plain data parallelism does: full gradients pile up."""
 
     def make(original: Any) -> Any:
@@ -249,6 +255,36 @@ def _exposed(defect: Defect = nullcontext) -> list[Violation]:
     return outcome.violations() + check_exposed(outcome.traces)
 
 
+# -- E12 --------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _gradients_named() -> Iterator[None]:
+    """The full gradients of a unit get a name in the trace when the unit is complete."""
+
+    def make(original: Any) -> Any:
+        def finish(scheduler: Any, unit: Any, cause: str, *, num_zero_filled: int) -> None:
+            for parameter in unit.unit.trainable_parameters.values():
+                units.name_storage(parameter.grad, unit.name, "full gradient")
+            original(scheduler, unit, cause, num_zero_filled=num_zero_filled)
+
+        return finish
+
+    with replaced(f"{_SCHEDULER}._finish_backward", make):
+        yield
+
+
+@contextmanager
+def _gradients_named_and_kept() -> Iterator[None]:
+    with _no_reduction_in_no_sync(), _gradients_named():
+        yield
+
+
+def _kept(defect: Defect) -> list[Violation]:
+    outcome = _window(defect=defect)
+    return outcome.violations() + check_kept_gradients(outcome.traces)
+
+
 # -- E15, E16 ---------------------------------------------------------------------------------
 
 
@@ -324,7 +360,7 @@ CASES: Final[tuple[Case, ...]] = (
         shown=Shown.KERNEL,
         defect="no_sync() leaves the reductions of a microbatch out",
         twin="each microbatch is reduced",
-        faulty=lambda: _judged(_window(defect=no_reduction_in_no_sync)),
+        faulty=lambda: _judged(_window(defect=_no_reduction_in_no_sync)),
         correct=lambda: _judged(_window()),
     ),
     Case(
@@ -376,6 +412,18 @@ CASES: Final[tuple[Case, ...]] = (
         twin="it waits at the end of the window",
         faulty=lambda: _exposed(_step_waits_for_each_reduction),
         correct=lambda: _exposed(),
+    ),
+    Case(
+        id="E12",
+        source="https://github.com/pytorch/pytorch/issues/160320",
+        title="no_sync() keeps full gradients, and memory runs out.",
+        rules=("I20",),
+        unit="decoder.layers.1",
+        shown=Shown.KERNEL,
+        defect="no_sync() leaves reductions out, so the gradients of all units stay",
+        twin="each unit's gradients go when it is complete",
+        faulty=lambda: _kept(_gradients_named_and_kept),
+        correct=lambda: _kept(_gradients_named),
     ),
     Case(
         id="E15",

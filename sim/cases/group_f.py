@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
@@ -11,7 +12,7 @@ from torch import nn
 
 from sim.cases import bodies_units as units
 from sim.cases.base import Case, Run, Shown
-from sim.cases.judges import check_demand, check_norms
+from sim.cases.judges import check_demand, check_norms, check_reduce_inputs
 from sim.cases.worlds import (
     SMALL,
     Defect,
@@ -25,9 +26,22 @@ from sim.cases.worlds import (
 )
 from sim.checks import Violation
 
+_TIED: Final = SMALL.changed(untie_embeddings_and_output_weights=False)
+
 
 def _no_divisor() -> AbstractContextManager[None]:
     return replaced("torch._foreach_div_", lambda _: lambda tensors, divisor: None)
+
+
+def _experts_on_the_dense_mesh() -> AbstractContextManager[None]:
+    def make(original: Any) -> Any:
+        def meshes(**keys: Any) -> Any:
+            made = original(**keys)
+            return dataclasses.replace(made, expert=made.dense)
+
+        return meshes
+
+    return replaced("real.mcore.jobs.make_meshes", make)
 
 
 def _norm_without_experts() -> AbstractContextManager[None]:
@@ -107,6 +121,41 @@ def _two_chunks(*, shares_context: bool) -> Run:
     return lambda: run_ranks(2, body).violations()
 
 
+def _tied_by_object() -> AbstractContextManager[None]:
+    """The output layer has the embedding's weight as a parameter of its own: one, two names."""
+
+    def make(original: Any) -> Any:
+        def build(config: Any, scenario: Any) -> Any:
+            model = original(config, scenario)
+            model.output_layer.weight = model.embedding.word_embeddings.weight
+            return model
+
+        return build
+
+    return replaced("real.mcore.jobs.build_model", make)
+
+
+def _large_vocabulary(*, is_split: bool) -> list[Violation]:
+    """A chunk whose embedding and output projection outweigh its layers.
+
+    Args:
+        is_split: Whether each is a unit of its own; else the root owns both.
+    """
+
+    def body(rank: Rank) -> None:
+        torch.manual_seed(1)
+        chunk: Any = units.Chunk()
+        chunk.embedding, chunk.output = units.Vocabulary(), units.Vocabulary()
+        if is_split:
+            mesh = units.dense_mesh()
+            units.shard(chunk.embedding, mesh)
+            units.shard(chunk.output, mesh)
+        units.start(rank, chunk).step(0)
+
+    outcome = run_ranks(2, body)
+    return outcome.violations() + check_reduce_inputs(outcome.traces)
+
+
 CASES: Final[tuple[Case, ...]] = (
     Case(
         id="F1",
@@ -118,6 +167,18 @@ CASES: Final[tuple[Case, ...]] = (
         defect="the divisor of expert gradients is missing",
         twin="they are divided by the expert-parallel size",
         faulty=lambda: run_scenario(SMALL, defect=_no_divisor),
+        correct=lambda: list(clean(SMALL)),
+    ),
+    Case(
+        id="F2",
+        source="https://github.com/NVIDIA/Megatron-LM/pull/6450",
+        title="Experts are claimed by the dense mesh.",
+        rules=("I15",),
+        unit="decoder.layers.0.mlp.experts",
+        shown=Shown.SCENARIO,
+        defect="experts are sharded over all data-parallel ranks",
+        twin="they are sharded over the ranks that hold the same ones",
+        faulty=lambda: run_scenario(SMALL, defect=_experts_on_the_dense_mesh),
         correct=lambda: list(clean(SMALL)),
     ),
     Case(
@@ -155,5 +216,29 @@ CASES: Final[tuple[Case, ...]] = (
         twin="one context for all chunks",
         faulty=_two_chunks(shares_context=False),
         correct=_two_chunks(shares_context=True),
+    ),
+    Case(
+        id="F7",
+        source="https://github.com/NVIDIA/Megatron-LM/pull/6164",
+        title="A tied weight counts once for each of its names.",
+        rules=("I15",),
+        unit="<root>",
+        shown=Shown.SCENARIO,
+        defect="the output layer registers the embedding's weight under a second name",
+        twin="it borrows the weight and owns none",
+        faulty=lambda: run_scenario(_TIED, defect=_tied_by_object),
+        correct=lambda: list(clean(_TIED)),
+    ),
+    Case(
+        id="F11",
+        source="NeMo Automodel#3703",
+        title="Untied embeddings make one huge reduce input of the root.",
+        rules=("I20",),
+        unit="<root>",
+        shown=Shown.KERNEL,
+        defect="the root owns embedding and output projection",
+        twin="each is a unit of its own",
+        faulty=lambda: _large_vocabulary(is_split=False),
+        correct=lambda: _large_vocabulary(is_split=True),
     ),
 )

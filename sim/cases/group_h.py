@@ -24,6 +24,25 @@ from sim.checks.base import unit_label
 
 _PULL: Final = "https://github.com/NVIDIA/Megatron-LM/pull"
 
+# -- H1 ----
+
+
+def _captured_window(rank: Rank) -> None:
+    """Captures a window whose all-gather stream is joined by the caller at the end."""
+    kernel = units.start(rank)
+    context = kernel.model.scheduler.context
+    units.begin(0)
+    with streams.captured():
+        kernel.window(2)
+        kernel.model.finish_grad_sync()
+        torch.cuda.current_stream().wait_stream(context.all_gather_stream)
+    units.end(0)
+
+
+def _reductions_not_forked() -> AbstractContextManager[None]:
+    return replaced("real.hooks.ordering.fork_reduce_scatter", lambda _: lambda context: None)
+
+
 # -- H6 ---------------------------------------------------------------------------------------
 
 
@@ -63,6 +82,26 @@ def _found_in_bodies(
     with defect():
         outcome = run_ranks(2, body)
     return outcome.violations() + [v for found in outcome.results for v in found]
+
+
+# -- H8 ----
+
+
+def _wrapped_twice(rank: Rank) -> None:
+    """A chunk is wrapped anew, as after loading a checkpoint."""
+    kernel = units.start(rank)
+    units.wrap(kernel.model.module)
+    kernel.step(0)
+
+
+@contextmanager
+def _installation_forgotten() -> Iterator[None]:
+    """Nobody remembers that a model has hooks."""
+    with (
+        replaced("real.hooks.install.installed_handle", lambda _: lambda root: None),
+        replaced("real.mcore.schedule.installed_handle", lambda _: lambda root: None),
+    ):
+        yield
 
 
 # -- H9 ---------------------------------------------------------------------------------------
@@ -156,7 +195,36 @@ def _layouts_anew() -> Iterator[None]:
         yield
 
 
+def _on_ranks(body: Callable[[Rank], None], defect: Defect = nullcontext) -> list[Violation]:
+    with defect():
+        return run_ranks(2, body).violations()
+
+
 CASES: Final[tuple[Case, ...]] = (
+    Case(
+        id="H1",
+        source=f"{_PULL}/5719",
+        title="The reduce-scatter stream is not part of the capture.",
+        rules=("I19",),
+        unit=None,
+        shown=Shown.KERNEL,
+        defect="it is not forked at the start of a backward",
+        twin="it is",
+        faulty=lambda: _on_ranks(_captured_window, _reductions_not_forked),
+        correct=lambda: _on_ranks(_captured_window),
+    ),
+    Case(
+        id="H3",
+        source=f"{_PULL}/4663",
+        title="A gradient is set to None inside a captured iteration.",
+        rules=("I19",),
+        unit=streams.LAYER,
+        shown=Shown.KERNEL,
+        defect="the gradient is made anew in each iteration",
+        twin="it is set to zero where it is",
+        faulty=lambda: _on_ranks(lambda rank: streams.bound_gradient(rank, keeps=False)),
+        correct=lambda: _on_ranks(lambda rank: streams.bound_gradient(rank, keeps=True)),
+    ),
     Case(
         id="H4",
         source=f"{_PULL}/6152",
@@ -176,6 +244,18 @@ CASES: Final[tuple[Case, ...]] = (
         twin="they are weak while our hooks are on",
         faulty=lambda: _found_in_bodies(_dropped_model, _strong_references),
         correct=lambda: _found_in_bodies(_dropped_model),
+    ),
+    Case(
+        id="H8",
+        source=f"{_PULL}/7112",
+        title="A second installation doubles every hook.",
+        rules=("I16",),
+        unit="decoder.layers.0",
+        shown=Shown.KERNEL,
+        defect="a second wrapper installs again",
+        twin="it finds the hooks that are there",
+        faulty=lambda: _on_ranks(_wrapped_twice, _installation_forgotten),
+        correct=lambda: _on_ranks(_wrapped_twice),
     ),
     Case(
         id="H9",
@@ -198,12 +278,12 @@ CASES: Final[tuple[Case, ...]] = (
         shown=Shown.KERNEL,
         defect="a unit that does not fit the pool is dropped while it is read",
         twin="its storage is resized on its own stream after the readers",
-        faulty=lambda: run_ranks(
-            2, lambda rank: streams.full_weight_outside_the_pool(rank, resizes=False)
-        ).violations(),
-        correct=lambda: run_ranks(
-            2, lambda rank: streams.full_weight_outside_the_pool(rank, resizes=True)
-        ).violations(),
+        faulty=lambda: _on_ranks(
+            lambda rank: streams.full_weight_outside_the_pool(rank, resizes=False)
+        ),
+        correct=lambda: _on_ranks(
+            lambda rank: streams.full_weight_outside_the_pool(rank, resizes=True)
+        ),
     ),
     Case(
         id="H12",

@@ -10,6 +10,8 @@
   since the launch, while the step has more nodes to run; nothing hides the reduction.
 * "overlap", `check_queued`: a gather is queued behind a reduction that its consumer does not need,
   on the same stream or on the same communicator, which runs its calls in launch order.
+* I20, `check_reduce_inputs`: no reduction packs more than the largest layer or parameter.
+* I20, `check_kept_gradients`: full gradients go when their unit is complete.
 * "coverage", `check_coverage`: some forward runs against the backward of another microbatch.
 * "init", `check_equal`: every rank starts from the same weights.
 * "budget", `check_budget`: a hook costs at most so many calls of Python functions.
@@ -49,7 +51,7 @@ def both_sides(outcome: Outcome) -> list[Violation]:
     found = []
     for trace in outcome.traces:
         last: tuple[Record, str | None, int | None] | None = None
-        for record, place in walk(trace):
+        for record, place in walk(trace.records):
             if record["op"] == OpKind.COLLECTIVE:
                 last = (record, place.node, place.microbatch)
         if last is not None:
@@ -74,7 +76,7 @@ def check_last(traces: Sequence[Trace]) -> list[Violation]:
     found = []
     for trace in traces:
         window: dict[str, list[tuple[bool, Place, int]]] = {}
-        for record, place in walk(trace):
+        for record, place in walk(trace.records):
             if record["op"] == OpKind.REDUCE:
                 here = Place(step=place.step, nodes=list(place.nodes), hook=place.hook)
                 window.setdefault(record["unit"], []).append((record["last"], here, record["seq"]))
@@ -116,7 +118,7 @@ def check_reductions(traces: Sequence[Trace]) -> list[Violation]:
     for trace in traces:
         backwards: set[int] = set()
         reduced: dict[str, set[int | None]] = {}
-        for record, place in walk(trace):
+        for record, place in walk(trace.records):
             if record["op"] == OpKind.NODE and record["direction"] == "backward":
                 backwards.add(record["microbatch"])
             elif record["op"] == OpKind.REDUCE:
@@ -142,7 +144,7 @@ def check_demand(traces: Sequence[Trace]) -> list[Violation]:
     for trace in traces:
         units = [r["unit"] for r in trace.records if r["op"] == OpKind.UNIT]
         seen: set[str] = set()
-        for record, place in walk(trace):
+        for record, place in walk(trace.records):
             if record["op"] != OpKind.HOOK or record["point"] != "pre_forward":
                 continue
             module = record["module"]
@@ -181,7 +183,7 @@ def _exposed(trace: Trace) -> list[Violation]:
     # Reductions that no compute kernel has followed yet, and those already waited for.
     pending: list[tuple[int, int, str]] = []
     waited: list[Violation] = []
-    for record, place in walk(trace):
+    for record, place in walk(trace.records):
         op = record["op"]
         if op == OpKind.NODE:
             found += waited
@@ -225,7 +227,7 @@ def _queued(trace: Trace) -> list[Violation]:
     found = []
     clocks = StreamClocks()
     reductions: list[tuple[int, str, int, str | None]] = []
-    for record, place in walk(trace):
+    for record, place in walk(trace.records):
         if record["op"] == OpKind.COLLECTIVE and record["kind"] in _REDUCTIONS:
             reductions.append((record["stream"], record["group"], record["seq"], record["unit"]))
         elif record["op"] == OpKind.COLLECTIVE and record["kind"] == "all_gather":
@@ -251,6 +253,74 @@ def _queued(trace: Trace) -> list[Violation]:
                 )
                 break
         clocks.advance(record)
+    return found
+
+
+def check_reduce_inputs(traces: Sequence[Trace]) -> list[Violation]:
+    """Compares the bytes of each packed reduce input with the largest layer and parameter."""
+    found = []
+    for trace in traces:
+        most = max(
+            (
+                r["bytes"] if r["op"] == OpKind.UNIT else 2 * math.prod(r["shape"])
+                for r in trace.records
+                if r["op"] == OpKind.PARAMETER
+                or (r["op"] == OpKind.UNIT and r["unit"].startswith("decoder.layers."))
+            ),
+            default=0,
+        )
+        seen: set[str] = set()
+        for record, place in walk(trace.records):
+            if record["op"] != OpKind.COLLECTIVE or record["kind"] != "reduce_scatter":
+                continue
+            unit = record["unit"]
+            if unit is None or unit in seen or record["bytes"] <= most:
+                continue
+            seen.add(unit)
+            found.append(
+                Violation(
+                    rule="I20",
+                    rank=trace.rank,
+                    message=f"Expected reduce inputs of at most {most} bytes, the largest layer "
+                    f"or parameter, got {record['bytes']}.",
+                    unit=unit_label(unit),
+                    node=place.node,
+                    microbatch=place.microbatch,
+                    seq=record["seq"],
+                )
+            )
+    return found
+
+
+def check_kept_gradients(traces: Sequence[Trace]) -> list[Violation]:
+    """Looks for full gradients of one unit that live on when another unit is complete.
+
+    Gradients are named "full gradient" in the trace when their unit is complete.
+    """
+    found = []
+    for trace in traces:
+        live: dict[int, str] = {}
+        reported: set[str] = set()
+        for record, place in walk(trace.records):
+            if record["op"] == OpKind.FREE:
+                live.pop(record["storage"], None)
+            elif record["op"] == OpKind.NAME and record["name"].endswith(":full gradient"):
+                unit = record["name"].partition(":")[0]
+                for kept in sorted(set(live.values()) - {unit} - reported):
+                    reported.add(kept)
+                    found.append(
+                        Violation(
+                            rule="I20",
+                            rank=trace.rank,
+                            message=f"The full gradients of unit {unit_label(kept)} are kept when "
+                            f"unit {unit_label(unit)} is complete.",
+                            unit=unit_label(kept),
+                            node=place.node,
+                            microbatch=place.microbatch,
+                            seq=record["seq"],
+                        )
+                    )
+                live[record["storage"]] = unit
     return found
 
 

@@ -261,7 +261,7 @@ def check_wgrad_start(traces: Sequence[Trace]) -> list[Violation]:
         clocks = StreamClocks()
         layer_ends: dict[str, tuple[int, dict[int, int]]] = {}
         started: set[str] = set()
-        for record, place in walk(trace):
+        for record, place in walk(trace.records):
             is_kernel = record["op"] == OpKind.KERNEL
             name, _, layer = str(place.node).partition(" of ")
             if is_kernel and name.endswith(" wgrad") and layer in layer_ends:

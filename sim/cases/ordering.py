@@ -31,7 +31,7 @@ def check_late_readers(traces: Sequence[Trace]) -> list[Violation]:
         names = _full_weights(trace)
         released: dict[int, Record] = {}
         reported: set[int] = set()
-        for record, place in walk(trace):
+        for record, place in walk(trace.records):
             op = record["op"]
             if op == OpKind.RESIZE and record["storage"] in names:
                 if record["bytes"] == 0:
@@ -85,7 +85,7 @@ def check_gathers(
     for trace in traces:
         num_microbatches = trace.scenario["num_microbatches"]
         counts: Counter[str] = Counter()
-        for record, place in walk(trace):
+        for record, place in walk(trace.records):
             if record["op"] == OpKind.UNSHARD and record["gathered"]:
                 counts[record["unit"]] += 1
                 if counts[record["unit"]] != most * num_microbatches + extra + 1:
@@ -149,7 +149,7 @@ def check_reduce_inputs(traces: Sequence[Trace], *, most: int = 1) -> list[Viola
     for trace in traces:
         alive: dict[int, str] = {}
         has_reported = False
-        for record, place in walk(trace):
+        for record, place in walk(trace.records):
             if record["op"] == OpKind.FREE:
                 alive.pop(record["storage"], None)
             elif record["op"] == OpKind.COLLECTIVE and record["kind"] == "reduce_scatter":
@@ -183,7 +183,7 @@ def check_loss_inputs(traces: Sequence[Trace]) -> list[Violation]:
         alive: set[int] = set()
         made: dict[int, set[int]] = {}
         over: list[int] = []
-        for record, place in walk(trace):
+        for record, place in walk(trace.records):
             op, storage = record["op"], record.get("storage")
             if op == OpKind.ALLOCATE:
                 alive.add(storage)
@@ -225,7 +225,7 @@ def check_frozen(traces: Sequence[Trace]) -> list[Violation]:
         frozen = {r["unit"] for r in trace.records if r["op"] == OpKind.UNIT and not r["trainable"]}
         unsharded: set[str] = set()
         has_ended: str | None = None
-        for record, place in walk(trace):
+        for record, place in walk(trace.records):
             op = record["op"]
             if op == OpKind.UNSHARD:
                 unsharded.add(record["unit"])
@@ -259,7 +259,7 @@ def check_ranges(traces: Sequence[Trace]) -> list[Violation]:
     found = []
     for trace in traces:
         stack: list[tuple[Record, str | None, int | None]] = []
-        for record, place in walk(trace):
+        for record, place in walk(trace.records):
             if record["op"] == OpKind.NVTX_PUSH:
                 stack.append((record, place.node, place.microbatch))
             elif record["op"] == OpKind.NVTX_POP and stack:
@@ -331,7 +331,7 @@ def _forward_gathers(trace: Trace) -> Iterator[tuple[_Gather, int]]:
     clocks = StreamClocks()
     kernels: list[int] = []
     pending: list[_Gather] = []
-    for record, place in walk(trace):
+    for record, place in walk(trace.records):
         op = record["op"]
         if op == OpKind.KERNEL:
             kernels.append(record["seq"])

@@ -83,7 +83,7 @@ def _deadlock(error: RunError, traces: Sequence[Trace]) -> list[Violation]:
 def _at_end(trace: Trace, rule: str, message: str, unit: str | None) -> Violation:
     place = Place()
     seq = None
-    for record, here in walk(trace):
+    for record, here in walk(trace.records):
         place, seq = here, record["seq"]
     return Violation(
         rule=rule,

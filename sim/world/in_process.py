@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from sim.cuda.device import active_device
 from sim.world import collectives
@@ -163,7 +164,13 @@ class InProcess:
             raise self._world.mismatch(
                 self._rank, f"Sizes do not match in {meeting.place}: {problem}."
             )
-        with torch._C._DisableTorchDispatch():  # what moves the data is no kernel of any rank
+        calls = [collectives.with_memory(call) for call in calls]
+        # An asynchronous call moved the version of its outputs when it was issued, as on a GPU.
+        blanked = tuple(tensor for call in calls for tensor in call.blanked)
+        with (
+            torch._C._DisableTorchDispatch(),  # what moves the data is no kernel of any rank
+            _unsafe_preserve_version_counter(blanked),
+        ):
             collectives.complete(calls)
         meeting.is_done = True
         meeting.calls = {}  # a Work that is kept keeps no tensors
