@@ -2,260 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Final
-
-import torch
+from typing import Final
 
 from sim.cases import bodies_streams as streams
 from sim.cases import bodies_units as units
-from sim.cases.base import Case, Run, Shown
-from sim.cases.numbers import compare_gradients
-from sim.cases.worlds import SMALL, Defect, Rank, at_node, clean, replaced, run_ranks, run_scenario
-from sim.checks import Violation
+from sim.cases import faults_d as faults
+from sim.cases.base import Case, Shown
+from sim.cases.worlds import SMALL, clean, run_scenario
 
 _PULL: Final = "https://github.com/NVIDIA/Megatron-LM/pull"
-
-
-def _on_ranks(
-    body: Callable[[Rank], Any], *, num_ranks: int = 2, defect: Defect | None = None
-) -> Run:
-    """Returns a run of `body` on every rank, with a defect in place or without one."""
-
-    def run() -> list[Violation]:
-        if defect is None:
-            return run_ranks(num_ranks, body).violations()
-        with defect():
-            return run_ranks(num_ranks, body).violations()
-
-    return run
-
-
-# -- D1 ---------------------------------------------------------------------------------------
-
-
-def _first_window(*, is_told: bool) -> Callable[[Rank], None]:
-    """One window of a hybrid mesh under the released package, seen from construction on.
-
-    Its accumulators come from the compute stream's pool and are replaced on the reduce-scatter
-    stream, which still reads them when their last reference goes.
-
-    Args:
-        is_told: Whether the allocator is told that the reduce-scatter stream uses them.
-    """
-
-    def body(rank: Rank) -> None:
-        rank.observe()
-        torch.manual_seed(1)
-        chunk: Any = units.Chunk()
-        units.shard_chunk(chunk, units.dense_mesh(2))
-        kernel = units.Kernel(units.wrap(chunk))
-        units.name_storages(rank.device, chunk)
-        if is_told:
-            stream = kernel.model.scheduler.context.reduce_scatter_stream
-            for unit in kernel.model.scheduler.units.values():
-                module: Any = unit.unit.module
-                for group in module.parameter_groups:
-                    group.main_grad.local_buffer.record_stream(stream)
-        kernel.step(0)
-
-    return body
-
-
-# -- D3 ---------------------------------------------------------------------------------------
-
-
-def _driven_stage(*, waits: bool) -> Callable[[Rank], None]:
-    """A pipeline stage whose layers are called by hand, under MFSDP's own hooks.
-
-    The root is never called, so neither its wait for the optimizer nor its final callback happens.
-    """
-
-    def body(rank: Rank) -> None:
-        torch.manual_seed(1)
-        chunk: Any = units.Chunk(has_embedding=False, has_output=False)
-        units.shard_chunk(chunk, units.dense_mesh())
-        chunk._lazy_init_context()
-        rank.observe(chunk)
-        context = chunk._context
-        units.begin(0)
-        context.allgather_stream.wait_stream(torch.cuda.current_stream())
-        value = units.given_to(rank.number, 0).requires_grad_()
-        for layer in chunk.decoder.layers.values():
-            value = layer(value)
-        value.sum().backward()
-        if waits:
-            torch.cuda.current_stream().wait_stream(context.reduce_scatter_stream)
-        units.read_gradients()
-        units.end(0)
-
-    return body
-
-
-# -- D7, D8, D9 -------------------------------------------------------------------------------
-
-
-def _helpers_by_hand(*, skips_event: bool) -> Callable[[Rank], None]:
-    """A test that gathers a unit, reads its weight and releases it, twice over."""
-
-    def body(rank: Rank) -> None:
-        kernel = units.start(rank)
-        unit = kernel.model.scheduler.units["decoder.layers.0"]
-        value = units.given_to(rank.number, 0)
-        for _ in range(2):
-            if skips_event:
-                unit.unit.unshard()
-            else:
-                kernel.model.unshard(unit.name)
-            weight = unit.unit.module.get_parameter("attn.weight")
-            torch.nn.functional.linear(value, weight.detach())
-            if skips_event:
-                unit.unit.reshard()
-            else:
-                kernel.model.reshard(unit.name)
-
-    return body
-
-
-def _backward_after_a_step(rank: Rank) -> None:
-    """The forward of one submodule comes before an optimizer step, its backward after it."""
-    kernel = units.start(rank)
-    model = kernel.model
-    layer: Any = model.module.get_submodule("decoder.layers.0")
-    given = units.given_to(rank.number, 0).requires_grad_()
-    units.begin(0)
-    output = layer.attn(given)
-    model.post_forward_release_module(layer)
-    kernel.window(1)
-    model.finish_grad_sync()
-    units.optimizer_step(kernel.optimizer)
-    units.end(0)
-    units.begin(1)
-    with at_node("attn", "backward", layer="decoder.layers.0"):
-        output.backward(torch.ones_like(output))
-    model.post_backward_release_module(layer)
-    kernel.window(1)
-    model.finish_grad_sync()
-    units.end(1)
-
-
-def _no_fork_in_backward() -> AbstractContextManager[None]:
-    def make(original: Any) -> Any:
-        def fork(context: Any) -> None:
-            if torch._C._current_graph_task_id() == -1:
-                original(context)
-
-        return fork
-
-    return replaced("real.hooks.ordering.fork_all_gather", make)
-
-
-def _later_stage(rank: Rank) -> None:
-    """A stage whose first unit is a layer: its root owns the output projection alone."""
-    torch.manual_seed(1)
-    kernel = units.start(rank, units.Chunk(has_embedding=False))
-    for step in range(2):
-        kernel.step(step)
-
-
-def _only_the_root_forks() -> AbstractContextManager[None]:
-    def make(original: Any) -> Any:
-        def gather(scheduler: Any, unit: Any) -> None:
-            scheduler._needs_fork = False
-            original(scheduler, unit)
-
-        return gather
-
-    return replaced("real.hooks.scheduler.UnitScheduler._gather", make)
-
-
-# -- D10, D13, D15 ----------------------------------------------------------------------------
-
-
-def _dispatch_does_not_wait() -> AbstractContextManager[None]:
-    """The backward of a dispatch starts without the event of the node before it."""
-
-    class Deaf:
-        def __init__(self, event: Any) -> None:
-            self._event = event
-
-        def wait(self, stream: Any) -> None:
-            pass
-
-        def record(self, stream: Any) -> None:
-            self._event.record(stream)
-
-    def make(original: Any) -> Any:
-        @contextmanager
-        def acquire(node: Any, name: str | None = None) -> Iterator[None]:
-            event = node.event
-            if name == "moe_dispatch backward":
-                node.event = Deaf(event)
-            try:
-                with original(node, name):
-                    yield
-            finally:
-                node.event = event
-
-        return acquire
-
-    return replaced(
-        "megatron.core.pipeline_parallel.utils.ScheduleNode.stream_acquire_context", make
-    )
-
-
-def _accumulated(*, waits: bool) -> list[Violation]:
-    outcome = run_ranks(2, lambda rank: streams.reused_while_reduced(rank, waits=waits))
-    found = outcome.violations()
-    for rank, shard in enumerate(outcome.results):
-        expected = torch.full_like(shard, sum(2.0 * (m + 1) + 1 for m in range(3)))
-        name = f"{streams.LAYER}.mlp.weight"
-        found += compare_gradients(rank, {name: shard}, {name: expected}, [streams.LAYER])
-    return found
-
-
-@contextmanager
-def _outer_reduction_aside(*, is_tracked: bool) -> Iterator[None]:
-    """The last microbatch's reduction over the outer axis runs on a stream of its own."""
-    outer: dict[int, Any] = {}
-
-    def make_reduce(original: Any) -> Any:
-        def reduce(group: Any, partial: Any, is_last_microbatch: bool = True) -> None:
-            original(group, partial, False)
-            if not is_last_microbatch:
-                return
-            rank = torch.distributed.get_rank()
-            if rank not in outer:
-                outer[rank] = torch.cuda.Stream()
-            outer[rank].wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(outer[rank]):
-                group.main_grad.local_buffer.record_stream(outer[rank])
-                group.main_grad = group.main_grad.redistribute(group.main_weight.placements)
-                group._install_sharded_grads()
-
-        return reduce
-
-    def make_join(original: Any) -> Any:
-        def join(context: Any) -> None:
-            original(context)
-            stream = outer.get(torch.distributed.get_rank())
-            if stream is not None and is_tracked:
-                torch.cuda.current_stream().wait_stream(stream)
-
-        return join
-
-    groups = "megatron.core.distributed.fsdp.src.megatron_fsdp.experimental.parameter_group"
-    with (
-        replaced(f"{groups}.FsdpParameterGroup.reduce_partial_gradients", make_reduce),
-        replaced("real.hooks.ordering.join_reduce_scatter", make_join),
-    ):
-        yield
-
-
-def _a_step_with_an_outer_axis(rank: Rank) -> None:
-    units.start(rank, num_outer=2).step(0)
-
 
 CASES: Final[tuple[Case, ...]] = (
     Case(
@@ -267,8 +22,8 @@ CASES: Final[tuple[Case, ...]] = (
         shown=Shown.KERNEL,
         defect="none of ours: megatron-fsdp 0.6.1 does so in the first window of a hybrid mesh",
         twin="the allocator is told of the reduce-scatter stream",
-        faulty=_on_ranks(_first_window(is_told=False)),
-        correct=_on_ranks(_first_window(is_told=True)),
+        faulty=faults.on_ranks(faults.first_window(is_told=False)),
+        correct=faults.on_ranks(faults.first_window(is_told=True)),
     ),
     Case(
         id="D3",
@@ -279,8 +34,8 @@ CASES: Final[tuple[Case, ...]] = (
         shown=Shown.KERNEL,
         defect="a pipeline stage calls its layers and never its root",
         twin="the stage waits for the reduce-scatter stream itself",
-        faulty=_on_ranks(_driven_stage(waits=False), defect=units.attributed),
-        correct=_on_ranks(_driven_stage(waits=True), defect=units.attributed),
+        faulty=faults.on_ranks(faults.driven_stage(waits=False), defect=units.attributed),
+        correct=faults.on_ranks(faults.driven_stage(waits=True), defect=units.attributed),
     ),
     Case(
         id="D5",
@@ -291,8 +46,8 @@ CASES: Final[tuple[Case, ...]] = (
         shown=Shown.KERNEL,
         defect="the layer reduces before its experts, whose input is dropped without a wait",
         twin="each input is waited for before it is dropped",
-        faulty=_on_ranks(lambda rank: streams.drained_states(rank, waits=False)),
-        correct=_on_ranks(lambda rank: streams.drained_states(rank, waits=True)),
+        faulty=faults.on_ranks(lambda rank: streams.drained_states(rank, waits=False)),
+        correct=faults.on_ranks(lambda rank: streams.drained_states(rank, waits=True)),
     ),
     Case(
         id="D7",
@@ -303,8 +58,8 @@ CASES: Final[tuple[Case, ...]] = (
         shown=Shown.KERNEL,
         defect="a weight is read without the wait for its gather",
         twin="the public unshard() and reshard()",
-        faulty=_on_ranks(_helpers_by_hand(skips_event=True)),
-        correct=_on_ranks(_helpers_by_hand(skips_event=False)),
+        faulty=faults.on_ranks(faults.helpers_by_hand(skips_event=True)),
+        correct=faults.on_ranks(faults.helpers_by_hand(skips_event=False)),
     ),
     Case(
         id="D8",
@@ -315,8 +70,8 @@ CASES: Final[tuple[Case, ...]] = (
         shown=Shown.KERNEL,
         defect="only forward hooks fork the all-gather stream; a backward comes after a step",
         twin="whatever gathers first after a step forks",
-        faulty=_on_ranks(_backward_after_a_step, defect=_no_fork_in_backward),
-        correct=_on_ranks(_backward_after_a_step),
+        faulty=faults.on_ranks(faults.backward_after_a_step, defect=faults.no_fork_in_backward),
+        correct=faults.on_ranks(faults.backward_after_a_step),
     ),
     Case(
         id="D9",
@@ -327,8 +82,8 @@ CASES: Final[tuple[Case, ...]] = (
         shown=Shown.KERNEL,
         defect="only the root forks the all-gather stream; the stage begins with a layer",
         twin="whatever gathers first after a step forks",
-        faulty=_on_ranks(_later_stage, defect=_only_the_root_forks),
-        correct=_on_ranks(_later_stage),
+        faulty=faults.on_ranks(faults.later_stage, defect=faults.only_the_root_forks),
+        correct=faults.on_ranks(faults.later_stage),
     ),
     Case(
         id="D10",
@@ -341,7 +96,7 @@ CASES: Final[tuple[Case, ...]] = (
         shown=Shown.SCENARIO,
         defect="the dispatch's backward does not wait for the node before it",
         twin="each node waits for the event of the one before",
-        faulty=lambda: run_scenario(SMALL, defect=_dispatch_does_not_wait),
+        faulty=lambda: run_scenario(SMALL, defect=faults.dispatch_does_not_wait),
         correct=lambda: list(clean(SMALL)),
     ),
     Case(
@@ -355,8 +110,8 @@ CASES: Final[tuple[Case, ...]] = (
         shown=Shown.KERNEL,
         defect="a dispatch does not wait for the delayed weight gradient of the one before",
         twin="it waits for the compute stream",
-        faulty=_on_ranks(lambda rank: streams.dispatched_tokens(rank, waits=False)),
-        correct=_on_ranks(lambda rank: streams.dispatched_tokens(rank, waits=True)),
+        faulty=faults.on_ranks(lambda rank: streams.dispatched_tokens(rank, waits=False)),
+        correct=faults.on_ranks(lambda rank: streams.dispatched_tokens(rank, waits=True)),
     ),
     Case(
         id="D13",
@@ -367,8 +122,8 @@ CASES: Final[tuple[Case, ...]] = (
         shown=Shown.KERNEL,
         defect="the reduction is sent at the first microbatch and nobody waits for it",
         twin="every microbatch is reduced and added",
-        faulty=lambda: _accumulated(waits=False),
-        correct=lambda: _accumulated(waits=True),
+        faulty=lambda: faults.accumulated(waits=False),
+        correct=lambda: faults.accumulated(waits=True),
     ),
     Case(
         id="D15",
@@ -379,11 +134,13 @@ CASES: Final[tuple[Case, ...]] = (
         shown=Shown.KERNEL,
         defect="the final wait knows the inner reductions only",
         twin="it knows both",
-        faulty=_on_ranks(
-            _a_step_with_an_outer_axis, defect=lambda: _outer_reduction_aside(is_tracked=False)
+        faulty=faults.on_ranks(
+            faults.a_step_with_an_outer_axis,
+            defect=lambda: faults.outer_reduction_aside(is_tracked=False),
         ),
-        correct=_on_ranks(
-            _a_step_with_an_outer_axis, defect=lambda: _outer_reduction_aside(is_tracked=True)
+        correct=faults.on_ranks(
+            faults.a_step_with_an_outer_axis,
+            defect=lambda: faults.outer_reduction_aside(is_tracked=True),
         ),
     ),
     Case(

@@ -12,7 +12,8 @@ from torch import nn
 
 from sim.cases import bodies_units as units
 from sim.cases.base import Case, Run, Shown
-from sim.cases.judges import check_demand, check_norms, check_reduce_inputs
+from sim.cases.judges import check_demand, check_norms
+from sim.cases.judges_memory import check_reduce_inputs
 from sim.cases.worlds import (
     SMALL,
     Defect,

@@ -12,7 +12,8 @@ from torch import nn
 from sim.cases import bodies_streams as streams
 from sim.cases import bodies_units as units
 from sim.cases.base import Case, Run, Shown
-from sim.cases.judges import both_sides, check_queued
+from sim.cases.judges import both_sides
+from sim.cases.judges_overlap import check_queued
 from sim.cases.ordering import OVERLAP
 from sim.cases.worlds import Defect, Rank, replaced, run_ranks
 from sim.checks import Violation
