@@ -33,7 +33,7 @@ class Case:
 
     Attributes:
         id: Group letter and number.
-        source: Address of the public thread or change.
+        source: Address of the public thread or change, or its repository and number.
         title: What goes wrong, in one line.
         rules: Invariants, any of which names the fault.
         unit: Full name of the unit that has to be named, "<root>" for the root; None when the fault

@@ -10,7 +10,7 @@ import torch
 
 from sim.cases import kernels_hooks, kernels_models, kernels_source
 from sim.cases.base import Case, Shown
-from sim.cases.ordering import check_reductions
+from sim.cases.gathers import check_reductions
 from sim.cases.worlds import SMALL, all_of, clean, replaced, run_scenario
 
 _PULL: Final = "https://github.com/NVIDIA/Megatron-LM/pull"
@@ -293,7 +293,7 @@ CASES: Final[tuple[Case, ...]] = (
     ),
     Case(
         id="A12",
-        source=f"{_PULL}/7112",
+        source="https://github.com/NVIDIA/Megatron-LM",
         title="The scheduler imports the prediction layer at module level, and is imported by it.",
         rules=(kernels_source.IMPORT_CYCLE,),
         unit=None,
@@ -331,7 +331,7 @@ CASES: Final[tuple[Case, ...]] = (
     ),
     Case(
         id="A17",
-        source=f"{_PULL}/6697",
+        source="https://github.com/NVIDIA/Megatron-LM",
         title="A weight that some microbatches do not use keeps its unit from completing.",
         rules=("I5", "I6", "I12"),
         unit="decoder.layers.0",

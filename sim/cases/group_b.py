@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Any, Final
 
-from sim.cases import kernels_wgrad
+from sim.cases import kernels_fused, kernels_wgrad
 from sim.cases.base import Case, Shown
 from sim.cases.ordering import OVERLAP
 from sim.cases.worlds import SMALL, clean, replaced, run_scenario
@@ -87,7 +87,7 @@ CASES: Final[tuple[Case, ...]] = (
     ),
     Case(
         id="B5",
-        source="https://github.com/NVIDIA/TransformerEngine/pull/3437",
+        source="https://github.com/NVIDIA/TransformerEngine/issues/3437",
         title="A delayed weight gradient of a weight that is used twice is not accumulated.",
         rules=("I13",),
         unit="layer",
@@ -99,7 +99,7 @@ CASES: Final[tuple[Case, ...]] = (
     ),
     Case(
         id="B7",
-        source=f"{_PULL}/6697",
+        source="https://github.com/NVIDIA/Megatron-LM",
         title="Ordinary unused weights complete a unit whose delayed gradient is pending.",
         rules=("I7", "I11"),
         unit="layer",
@@ -146,8 +146,8 @@ CASES: Final[tuple[Case, ...]] = (
         shown=Shown.KERNEL,
         defect="every path of the first microbatch overwrites the buffer",
         twin="the first path overwrites, the others add",
-        faulty=lambda: kernels_wgrad.fused_paths(knows_first_path=False),
-        correct=lambda: kernels_wgrad.fused_paths(knows_first_path=True),
+        faulty=lambda: kernels_fused.fused_paths(knows_first_path=False),
+        correct=lambda: kernels_fused.fused_paths(knows_first_path=True),
     ),
     Case(
         id="B13",

@@ -9,14 +9,8 @@ from typing import Any, Final
 import torch
 
 from sim.cases.base import Case, Shown
-from sim.cases.ordering import (
-    OVERLAP,
-    check_frozen,
-    check_gather_overlap,
-    check_gathers,
-    check_loss_inputs,
-    check_reduce_inputs,
-)
+from sim.cases.gathers import check_frozen, check_gathers, check_loss_inputs
+from sim.cases.ordering import OVERLAP, check_gather_overlap
 from sim.cases.worlds import SMALL, all_of, clean, replaced, run_scenario
 
 _PULL: Final = "https://github.com/NVIDIA/Megatron-LM/pull"
@@ -37,7 +31,6 @@ AHEAD: Final = SMALL.changed(prefetch="forward")
 ODD: Final = SMALL.changed(num_layers=3, num_microbatches=3, moe_layer_freq="1,0,1")
 
 _overlaps = partial(check_gather_overlap, units=["decoder.layers.1"])
-_twice_a_microbatch = partial(check_gathers, most=2)
 _twice_and_collisions = partial(check_gathers, most=2, extra=2)
 _once_a_window = partial(check_gathers, most=1)
 _once_a_microbatch = partial(check_gathers, most=1, least=1, units=[""])
@@ -212,7 +205,9 @@ def _restored_by_copy(*, is_counted: bool) -> AbstractContextManager[None]:
             original(group)
             parameters = tuple(group.unsharded_parameters)
             values = [parameter.detach().clone() for parameter in parameters]
-            keep = torch.autograd._unsafe_preserve_version_counter(parameters)
+            keep = torch.autograd._unsafe_preserve_version_counter(  # type: ignore[attr-defined]
+                parameters
+            )
             with torch.no_grad(), nullcontext() if is_counted else keep:
                 for parameter, value in zip(parameters, values, strict=True):
                     parameter.copy_(value)
@@ -244,10 +239,8 @@ CASES: Final[tuple[Case, ...]] = (
         shown=Shown.SCENARIO,
         defect="the post-forward hook releases inside a backward",
         twin="it does nothing there",
-        faulty=lambda: run_scenario(
-            RECOMPUTE, defect=_release_after_recompute, checks=[_twice_a_microbatch]
-        ),
-        correct=lambda: run_scenario(RECOMPUTE, checks=[_twice_a_microbatch]),
+        faulty=lambda: run_scenario(RECOMPUTE, defect=_release_after_recompute),
+        correct=lambda: list(clean(RECOMPUTE)),
     ),
     Case(
         id="C5",
@@ -255,6 +248,8 @@ CASES: Final[tuple[Case, ...]] = (
         title="Frozen units stay gathered for the whole backward.",
         rules=("I3", "I20"),
         unit="decoder.layers.1",
+        node="pre_dispatch_computation backward of layer 2",
+        microbatch=1,
         shown=Shown.SCENARIO,
         defect="nothing but the end of the backward releases a unit without gradients",
         twin="the layer's last backward node does",
@@ -366,10 +361,8 @@ CASES: Final[tuple[Case, ...]] = (
         shown=Shown.SCENARIO,
         defect="they are kept until the end of the step",
         twin="each goes when its reduction has been launched",
-        faulty=lambda: run_scenario(
-            SMALL, defect=_reduce_inputs_kept, checks=[check_reduce_inputs]
-        ),
-        correct=lambda: run_scenario(SMALL, checks=[check_reduce_inputs]),
+        faulty=lambda: run_scenario(SMALL, defect=_reduce_inputs_kept),
+        correct=lambda: list(clean(SMALL)),
     ),
     Case(
         id="C19",
@@ -397,7 +390,7 @@ CASES: Final[tuple[Case, ...]] = (
     ),
     Case(
         id="C22",
-        source=f"{_PULL}/6484",
+        source="https://github.com/NVIDIA/Megatron-LM",
         title="A gather into the released storage changes the version of what autograd has saved.",
         rules=("I21",),
         unit="decoder.layers.1.mlp.experts",

@@ -12,7 +12,7 @@ from torch import nn
 
 from real.trace import OpKind, active_recorder
 from sim.cases import bodies_units as units
-from sim.cases.ordering import check_late_readers, check_ranges
+from sim.cases.gathers import check_late_readers, check_ranges
 from sim.cases.worlds import Rank, at_node, replaced, run_ranks
 from sim.checks import Violation
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from real.config import Scenario
 from real.trace import MemorySink, OpKind, Recorder, Trace, active_recorder, recording
-from sim.checks import Check, Violation, check_traces
+from sim.checks import Check, Violation, check_numerics, check_traces, declared_units
 from sim.checks.errors import violations_of_error
 from sim.cuda import FakeDevice, use_device
 from sim.cuda.kernels import KernelRecorder
@@ -176,9 +176,11 @@ def run_scenario(
     outcome = train(scenario, defect=defect, change=change, faults=faults)
     found = outcome.violations(*checks)
     if compares and outcome.error is None:
-        from sim.cases.numbers import compare
+        from sim.cases.numbers import check_losses
 
-        found += compare(outcome.results, reference(scenario), outcome.traces)
+        expected, units = reference(scenario), declared_units(outcome.traces[0])
+        found += check_numerics(outcome.results, expected, units=units)
+        found += check_losses(outcome.results, expected)
     return found
 
 

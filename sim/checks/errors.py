@@ -29,7 +29,7 @@ class RunError(Protocol):
 _RELEASED: Final = (
     r"out of bounds for storage of size 0"
     r"|data is not allocated yet"
-    r"|storage has been released"
+    r"|storage was released"
     r"|mixed torch\.Tensor and DTensor"
 )
 _RULES: Final = (
@@ -141,7 +141,8 @@ def _unit_at_end(trace: Trace, rule: str | None) -> str | None:
         for storage in [] if kernel is None else kernel["reads"]:
             if storage in names:
                 return str(names[storage]).partition(":")[0]
-    return next(filter(None.__ne__, map(_unit_of, reversed(trace.records))), None)
+    units = map(_unit_of, reversed(trace.records))
+    return next((unit for unit in units if unit is not None), None)
 
 
 def _unit_of(record: Record) -> str | None:

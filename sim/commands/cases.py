@@ -26,6 +26,7 @@ def add(commands: Any) -> None:
     cases.add_argument(
         "--jobs", type=int, metavar="N", help="processes; default one for each core, at most 2"
     )
+    cases.add_argument("--list", action="store_true", help="print what the cases are, run none")
     cases.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -37,6 +38,7 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
 
     quiet()
     from sim.cases import all_cases
+    from sim.cases.listing import as_list, as_markdown
     from sim.cases.run import run_cases
 
     known = {case.id: case for case in all_cases()}
@@ -44,6 +46,9 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     if unknown:
         return fail(f"Expected ids of cases, as {', '.join(list(known)[:3])}; got {unknown[0]!r}.")
     cases = [case for case in known.values() if not arguments.ids or case.id in arguments.ids]
+    if arguments.list:
+        print(json.dumps(as_list(cases)) if arguments.json else as_markdown(cases), end="")
+        return 0
     progress = no_progress if arguments.json else progress_line()
     jobs = arguments.jobs or min(2, os.cpu_count() or 1)
     verdicts = run_cases(cases, jobs=jobs, progress=progress)
