@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +16,24 @@ from real.trace.recorder import Record
 _FLUSH_EVERY = 256
 _BULK = frozenset({OpKind.KERNEL, OpKind.ALLOCATE, OpKind.FREE})
 _RANK_FILE = re.compile(r"rank(\d+)\.jsonl")
-_encode = json.JSONEncoder(separators=(",", ":"), ensure_ascii=True).encode
+
+
+def _make_encode() -> Callable[[Record], str]:
+    """Returns what turns a record into one line of text.
+
+    `JSONEncoder.encode` makes a new encoder for each call, which takes longer than to encode.
+    """
+    plain = json.JSONEncoder(separators=(",", ":"), ensure_ascii=True)
+    encoder: Any = json.encoder
+    make = encoder.c_make_encoder
+    if make is None:  # a Python without the C module
+        return plain.encode
+    escape = encoder.encode_basestring_ascii
+    chunks = make(None, plain.default, escape, None, ":", ",", False, False, True)
+    return lambda record: "".join(chunks(record, 0))
+
+
+_encode = _make_encode()
 
 
 def trace_path(folder: Path, rank: int) -> Path:

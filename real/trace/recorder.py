@@ -72,6 +72,9 @@ class Recorder:
             op: The operation.
             **fields: The operation's fields, as listed in `real.trace.record.FIELDS`.
         """
+        return self._append(op, fields)
+
+    def _append(self, op: OpKind, fields: dict[str, object]) -> int:
         seq = self.num_records
         self.num_records = seq + 1
         if self._sink is not None:

@@ -15,7 +15,8 @@ from real.trace.recorder import Record
 from sim.checks.base import Reporter, Violation, unit_label
 
 _KIND: Final = "main gradient"
-_OVERWRITES: Final = frozenset({"copy_", "_foreach_copy_", "zero_", "_foreach_zero_", "fill_"})
+_CLEARS: Final = frozenset({"zero_", "_foreach_zero_", "fill_"})
+_OVERWRITES: Final = frozenset({"copy_", "_foreach_copy_", *_CLEARS})
 _KERNEL, _ALLOCATE, _FREE = (kind.value for kind in (OpKind.KERNEL, OpKind.ALLOCATE, OpKind.FREE))
 _ADDS: Final = frozenset({"add_", "_foreach_add_"})
 
@@ -97,7 +98,7 @@ class _Checker:
                 f"{name} adds to the gradient of unit {unit_label(gradient.unit)} that the step "
                 "before left there.",
             )
-        gradient.reduction = reduction
+        gradient.reduction = None if name in _CLEARS else reduction
 
     def _report(self, gradient: _Gradient, record: Record, message: str) -> None:
         if gradient.unit in self._reported:

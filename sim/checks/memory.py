@@ -76,7 +76,7 @@ def fsdp_bytes(trace: Trace) -> FsdpBytes | None:
         total = sum(live.values())
         if total > peak:
             peak, at_peak, peak_seq = total, dict(live), change.seq
-    if not live:
+    if peak <= 0:
         return None
     return FsdpBytes(
         resting=_known(resting if resting is not None else dict(live)),
@@ -169,7 +169,11 @@ def _check_rank(trace: Trace) -> list[Violation]:
     live: Counter[tuple[str, str]] = Counter()
     full = {r["unit"]: r["bytes"] for r in trace.lean_records if r["op"] == OpKind.UNIT}
     num_units = most_unsharded(trace)
-    bound = None if num_units is None else sum(sorted(full.values(), reverse=True)[:num_units])
+    bound = (
+        None
+        if num_units is None or not full
+        else sum(sorted(full.values(), reverse=True)[:num_units])
+    )
     packed: set[str] = set()
     for change in _changes(trace):
         if change.is_step:

@@ -20,6 +20,7 @@ from sim.checks.phases import check_phases
 from sim.checks.recompute import check_recompute
 from sim.checks.storage import check_storage
 from sim.checks.units import check_units
+from sim.checks.uses import check_uses
 from sim.checks.versions import check_versions
 
 CHECKS: Final[dict[str, Check]] = {
@@ -27,6 +28,7 @@ CHECKS: Final[dict[str, Check]] = {
     "units": check_units,
     "gradients": check_gradients,
     "fences": check_fences,
+    "uses": check_uses,
     "collectives": check_collectives,
     "accumulation": check_accumulation,
     "ownership": check_ownership,

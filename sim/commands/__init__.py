@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any, Final, Protocol
 
-from sim.commands import cases, check, mutants, run
+from sim.commands import bench, cases, check, diff, mutants, run, time, whatif
 
 Subparsers = Any  # argparse gives the class no public name
 
@@ -34,7 +34,11 @@ class Command(Protocol):
 COMMANDS: Final[dict[str, Command]] = {
     "run": run,
     "check": check,
+    "diff": diff,
     "mutants": mutants,
     "cases": cases,
+    "time": time,
+    "whatif": whatif,
+    "bench": bench,
 }
 """All commands by name, in the order in which help lists them."""

@@ -9,6 +9,7 @@ import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from sim.cuda.device import active_device
+from sim.hollow import is_hollow, mark_hollow
 from sim.world import collectives
 from sim.world.collectives import Call
 from sim.world.faults import Disturber, Fault
@@ -164,14 +165,18 @@ class InProcess:
             raise self._world.mismatch(
                 self._rank, f"Sizes do not match in {meeting.place}: {problem}."
             )
-        calls = [collectives.with_memory(call) for call in calls]
         # An asynchronous call moved the version of its outputs when it was issued, as on a GPU.
         blanked = tuple(tensor for call in calls for tensor in call.blanked)
         with (
             torch._C._DisableTorchDispatch(),  # what moves the data is no kernel of any rank
             _unsafe_preserve_version_counter(blanked),
         ):
-            collectives.complete(calls)
+            if any(is_hollow(tensor) for call in calls for tensor in call.inputs):
+                for call in calls:
+                    for tensor in call.outputs:
+                        mark_hollow(tensor)
+            else:
+                collectives.complete([collectives.with_memory(call) for call in calls])
         meeting.is_done = True
         meeting.calls = {}  # a Work that is kept keeps no tensors
         self._world.wake(meeting.place.ranks)

@@ -35,6 +35,7 @@ The others are the host's:
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
@@ -254,7 +255,7 @@ def _unit(unit: str, words: list[str]) -> Fields:
             case ["divisor" | "bytes" as name, value, *words]:
                 fields[name] = int(value)
             case ["ranks", *words]:
-                numbers = [word for word in words if word.isdecimal()]
+                numbers = list(itertools.takewhile(str.isdecimal, words))
                 fields["ranks"], words = _numbers(numbers), words[len(numbers) :]
             case _:
                 raise ValueError(f"Expected more of a unit, got {words}.")

@@ -159,7 +159,8 @@ def test_a_difference_is_told_with_both_calls_and_their_places(story: Story) -> 
         "  at rank 1, unit layers.1, node mlp backward of layers.1, microbatch 1, record 3",
         (
             "  first:  all_gather of unit layers.0 with 32 bytes of bfloat16 on rank 0 "
-            "(record 4, stream 1, attn forward of layers.0, microbatch 0, after pre_forward of layers.0)"
+            "(record 4, stream 1, attn forward of layers.0, microbatch 0, "
+            "after pre_forward of layers.0)"
         ),
         (
             "  second: reduce_scatter of unit layers.1 with 64 bytes of float32 on rank 1 "

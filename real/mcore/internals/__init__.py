@@ -36,6 +36,11 @@ from real.mcore.internals.units import (  # noqa: E402
     unit_of_sharded,
     unit_storages,
 )
+from real.mcore.internals.watch import (  # noqa: E402
+    watched_backwards,
+    watched_layers,
+    watched_units,
+)
 
 __all__ = [
     "PROCESS_CLASS_ATTRIBUTES",
@@ -64,4 +69,7 @@ __all__ = [
     "shard_optimizer",
     "unit_of_sharded",
     "unit_storages",
+    "watched_backwards",
+    "watched_layers",
+    "watched_units",
 ]
