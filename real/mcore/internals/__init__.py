@@ -33,6 +33,7 @@ from real.mcore.internals.units import (  # noqa: E402
     initialize_context,
     is_fsdp_module,
     owned_parameters,
+    unit_of_sharded,
     unit_storages,
 )
 from real.mcore.internals.watch import (  # noqa: E402
@@ -66,6 +67,7 @@ __all__ = [
     "observed_nodes",
     "owned_parameters",
     "shard_optimizer",
+    "unit_of_sharded",
     "unit_storages",
     "watched_backwards",
     "watched_layers",
