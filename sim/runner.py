@@ -23,7 +23,7 @@ from sim.rank import run_rank
 
 if TYPE_CHECKING:
     from real.mcore.jobs import JobOutput
-    from sim.world.faults import Fault
+    from sim.faults import Fault
 
 Progress = Callable[[str], None]
 
