@@ -18,6 +18,7 @@ from real.trace import JsonlSink, Sink, Trace, trace_path
 from real.trace.recorder import Record
 from sim.aside import Aside, can_fork
 from sim.checks import check_traces
+from sim.fuzz.findings import check_stalled
 from sim.megatron import megatron_on_fake_cuda, rank_state
 from sim.rank import run_rank
 
@@ -84,13 +85,13 @@ def run_in_process(
         sinks: Where each rank's records go; none to count them only.
         out: The folder that the sinks write to, for the result.
         replay: The command that repeats this run, for messages.
-        faults: Disturbances of the scenario's collectives.
+        faults: Disturbances of the scenario; stalls need kernels.
         progress: Shown one line of text now and then.
         records_kernels: Also record kernels with the storages that they read and write.
         references: What `run_reference` gave for this scenario; None runs it beside.
 
     Raises:
-        WorldError: A rank failed or the ranks do not agree.
+        WorldError: A rank failed, the ranks do not agree, or a fault never came up.
     """
     kept = [_KeepingSink(sink) for sink in sinks or [None] * scenario.world_size]
     with ExitStack() as stack:
@@ -129,7 +130,8 @@ def run_in_process(
             wall_s=time.perf_counter() - started,
             trace=out,
         )
-        violations = check_traces([_trace_of(sink.records) for sink in kept])
+        traces = [_trace_of(sink.records) for sink in kept]
+        violations = check_traces(traces) + check_stalled(traces, faults)
     return dataclasses.replace(result, violations=tuple(str(v) for v in violations))
 
 

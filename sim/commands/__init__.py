@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any, Final, Protocol
 
-from sim.commands import check, mutants, run
+from sim.commands import check, fuzz, mutants, run
 
 Subparsers = Any  # argparse gives the class no public name
 
@@ -35,5 +35,6 @@ COMMANDS: Final[dict[str, Command]] = {
     "run": run,
     "check": check,
     "mutants": mutants,
+    "fuzz": fuzz,
 }
 """All commands by name, in the order in which help lists them."""

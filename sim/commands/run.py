@@ -13,7 +13,16 @@ from typing import Any
 from real.config import load_scenario
 from real.flags import add_scenario_flags, scenario_overrides
 from real.result import as_json, format_table
-from sim.commands.common import DEFAULT_SCENARIO, DIFFERS, fail, no_progress, progress_line
+from sim.commands.common import (
+    DEFAULT_SCENARIO,
+    DIFFERS,
+    add_fault_flag,
+    fail,
+    faults_of,
+    no_progress,
+    progress_line,
+)
+from sim.faults import needs_kernels
 
 
 def add(commands: Any) -> None:
@@ -34,12 +43,16 @@ def add(commands: Any) -> None:
         action="store_true",
         help="also record kernels with the storages they read and write, and check their order",
     )
+    add_fault_flag(run)
     run.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     """Trains the scenario and its reference."""
     scenario = load_scenario(arguments.scenario).changed(**scenario_overrides(arguments))
+    faults = faults_of(arguments, scenario)
+    if faults and arguments.world == "gloo":
+        return fail("Expected --world inprocess with --fault, got gloo.")
     out = arguments.out or Path("runs") / arguments.scenario.stem
     replay = f"python -m sim {shlex.join(argv)}"
     # Imported late: bad input is answered before torch and Megatron load.
@@ -68,8 +81,9 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
                 sinks=open_sinks(out, scenario.world_size),
                 out=out,
                 replay=replay,
+                faults=faults,
                 progress=progress,
-                records_kernels=arguments.kernels,
+                records_kernels=arguments.kernels or any(map(needs_kernels, faults)),
             )
     except WorldError as error:
         progress("")

@@ -251,8 +251,8 @@ class _Devices:
             op = ops[at]
             code = op.code
             if code == Code.WAIT:
-                if done[op.queue] < op.count:
-                    self._waiters[op.queue].append((op.count, queue))
+                if done[op.queue] < op.least:
+                    self._waiters[op.queue].append((op.least, queue))
                     self._is_ready[queue] = False
                     break
             elif code == Code.COLLECTIVE:

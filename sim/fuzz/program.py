@@ -60,7 +60,7 @@ class Op(NamedTuple):
         code: What it does.
         seq: Record that it comes from.
         queue: WAIT: the queue that is waited for.
-        count: WAIT: how many of its operations must be done.
+        least: WAIT: how many of its operations must be done.
         uses: Reads, then writes.
         meeting: COLLECTIVE: number of the meeting.
         offers: REUSE: blocks of which one may be taken.
@@ -69,7 +69,7 @@ class Op(NamedTuple):
     code: Code
     seq: int
     queue: int = 0
-    count: int = 0
+    least: int = 0
     uses: tuple[Use, ...] = ()
     meeting: int = 0
     offers: tuple[int, ...] = ()
@@ -127,8 +127,7 @@ class Queue(NamedTuple):
     """A stream of one rank, or what stands for one.
 
     Attributes:
-        stream: Its number; None for the queue of an asynchronous collective or a late release.
-        role: What it is for, as far as its collectives tell.
+        stream: Its number; None for the queue of asynchronous collectives or a late release.
     """
 
     rank: int
@@ -225,7 +224,7 @@ class _Shared:
             all_ops.append(left)
         for ops in all_ops:
             ops[:] = [
-                op._replace(count=places[op.queue][op.count]) if op.code is Code.WAIT else op
+                op._replace(least=places[op.queue][op.least]) if op.code is Code.WAIT else op
                 for op in ops
             ]
         for block in kept.values():
@@ -305,7 +304,7 @@ class _RankBuilder:
         if other == queue or count <= self._waited.get((queue, other), 0):
             return  # in order anyway, or waited for before
         self._waited[queue, other] = count
-        self._put(queue, Op(Code.WAIT, seq, queue=other, count=count))
+        self._put(queue, Op(Code.WAIT, seq, queue=other, least=count))
 
     def _event_record(self, record: Record) -> None:
         self._events[record["seq"]] = self._mark(self._queue(record["stream"]))

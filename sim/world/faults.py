@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from sim.faults import Fault, LoseCompletion, SkipCollective, SwapCollectives
+from sim.faults import Fault, LoseCompletion, SkipCollective, SwapCollectives, format_fault
 
 CollectiveFault = SkipCollective | SwapCollectives | LoseCompletion
 
@@ -47,7 +47,8 @@ class Disturber:
         late = [f for index, f in self._fault_by_index.items() if index >= self._num_collectives]
         if not late:
             return None
-        return f"{late[0]} never came up in {self._num_collectives} collectives"
+        text = format_fault(late[0])
+        return f"fault '{text}' never came up in {self._num_collectives} collectives"
 
     def release(self) -> None:
         """Issues what an earlier fault holds back; called after each collective."""

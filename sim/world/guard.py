@@ -22,6 +22,7 @@ from sim.faults import (
     FreeEarly,
     LoseCallback,
     SwapHooks,
+    format_fault,
 )
 
 _HookFault = SwapHooks | LoseCallback | FreeEarly
@@ -70,7 +71,7 @@ class _RankGuard:
         ):
             if not counted.has_come_up:
                 found = f" ({counted.num_matches} match)" if counted.num_matches else ""
-                return f"{counted.fault} never came up in {count} {of}{found}"
+                return f"fault '{format_fault(counted.fault)}' never came up in {count} {of}{found}"
         return "the last hook was held back and no other followed" if self.held_back else None
 
     # -- waits ------------------------------------------------------------------------------

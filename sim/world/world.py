@@ -24,7 +24,7 @@ from typing import Any, Final, Protocol
 
 import torch
 
-from sim.faults import DelayRank, Fault
+from sim.faults import DelayRank, Fault, format_fault
 from sim.world.guard import Guard, guarded
 from sim.world.place import MismatchError, Place
 from sim.world.state import RankState, StateSet, snapshot, torch_state
@@ -172,6 +172,7 @@ class World:
     Attributes:
         rendezvous: What ranks have left for other ranks, by a key of the transport's.
         num_switches: How many times a rank got its turn.
+        order: A number that tells different orders of turns apart.
     """
 
     def __init__(
@@ -193,6 +194,7 @@ class World:
         self.faults = tuple(faults)
         self.rendezvous: dict[tuple[Any, ...], Any] = {}
         self.num_switches = 0
+        self.order = 0
         self._num_idle_polls = 0
         self._order = random.Random(schedule_seed)
         self._delays = [f for f in faults if isinstance(f, DelayRank)]
@@ -324,6 +326,7 @@ class World:
             self.num_switches += 1
             ready = self._without_delayed(ready) if self._delays else ready
             chosen = ready[0] if len(ready) == 1 else self._order.choice(ready)
+            self.order = hash((self.order, chosen.index))
             chosen.status = _Status.RUNNING
             chosen.baton.release()
 
@@ -380,7 +383,7 @@ class World:
             if text is not None:
                 self._fail(None, f"All ranks finished, but {text}.", None)
         for delay in sorted(self._late, key=str):
-            text = f"{delay} never came up in {self.num_switches} switches"
+            text = f"fault '{format_fault(delay)}' never came up in {self.num_switches} switches"
             self._fail(None, f"All ranks finished, but {text}.", None)
 
     # -- threads ------------------------------------------------------------------------------
