@@ -88,13 +88,13 @@ class Outcome:
 
 
 def draw_stalls(program: Program, order: random.Random) -> Stalls:
-    """Draws up to two streams and two collectives to stall."""
-    streams = [i for i, queue in enumerate(program.queues) if program.ops[i]]
-    calls = sorted(program.calls)
-    queues = order.sample(streams, min(len(streams), order.randint(0, 2)))
-    chosen = order.sample(calls, min(len(calls), order.randint(0, 2)))
+    """Draws up to three streams and two collectives to stall."""
     if order.random() > _STALL_CHANCE:
         return Stalls()
+    streams = [i for i, queue in enumerate(program.queues) if queue.stream is not None]
+    calls = list(program.calls)
+    queues = order.sample(streams, min(len(streams), order.randint(0, 3)))
+    chosen = order.sample(calls, min(len(calls), order.randint(0, 2)))
     return Stalls(queues=frozenset(queues), calls=frozenset(chosen))
 
 
@@ -137,10 +137,13 @@ class _Devices:
         self._waiters: list[list[tuple[int, int]]] = [[] for _ in range(num_queues)]
         self._outcome = Outcome()
 
-        actors = list(range(num_queues + len(program.hosts)))
-        self._is_ready = [actor >= num_queues for actor in actors]
-        order.shuffle(actors)
-        self._first = actors  # who goes first, in a ranked order
+        hosts = range(num_queues, num_queues + len(program.hosts))
+        self._is_ready = [False] * num_queues + [True] * len(hosts)
+        self._ready = list(hosts)  # may hold some that are not ready any more
+        places = list(range(len(self._is_ready)))
+        order.shuffle(places)
+        self._place = places  # who goes first in a ranked order: the least
+        self._last_place = len(places)
         self._is_ranked = order.random() < 0.5
         self._stalled = stalls.queues
         most = program.num_ops + sum(map(len, program.hosts))
@@ -164,8 +167,8 @@ class _Devices:
             outcome.digest = hash((outcome.digest, actor, count))
             while self._demotions and outcome.num_steps >= self._demotions[0]:
                 self._demotions.pop(0)
-                self._first.remove(actor)
-                self._first.append(actor)
+                self._place[actor] = self._last_place
+                self._last_place += 1
         if outcome.surprise is None:
             outcome.stuck = [
                 queue for queue, ops in enumerate(self._program.ops) if self._done[queue] < len(ops)
@@ -180,16 +183,26 @@ class _Devices:
         return _NO_END
 
     def _choose(self) -> int | None:
-        ready = [actor for actor in self._first if self._is_ready[actor]]
-        able = [actor for actor in ready if actor not in self._stalled]
+        ready = self._ready = [actor for actor in self._ready if self._is_ready[actor]]
+        able = ready
+        if self._stalled:
+            able = [actor for actor in ready if actor not in self._stalled]
         if not able and self._late_calls:
             queue = self._late_calls.pop(0)
-            self._is_ready[queue] = True
+            self._make_ready(queue)
             return queue
         able = able or ready
         if not able:
             return None
-        return able[0] if self._is_ranked else self._order.choice(able)
+        if self._is_ranked:
+            return min(able, key=self._place.__getitem__)
+        return able[self._order.randrange(len(able))]
+
+    def _make_ready(self, actor: int) -> None:
+        if not self._is_ready[actor]:
+            self._is_ready[actor] = True
+            if actor not in self._ready:
+                self._ready.append(actor)
 
     # -- hosts ------------------------------------------------------------------------------
 
@@ -208,11 +221,12 @@ class _Devices:
             if queue is not None:
                 if step.asks:
                     self._grants[queue, self._issued[queue]] = self._grant(step.asks)
-                self._issued[queue] += 1
+                was = self._issued[queue]
+                self._issued[queue] = was + step.gets
             at += 1
             # A queue that had work before is ready already, or blocked by something else.
-            if queue is not None and self._issued[queue] == self._done[queue] + 1:
-                self._is_ready[queue] = True
+            if queue is not None and was == self._done[queue]:
+                self._make_ready(queue)
                 if self._is_ranked and self._precedes(queue, actor):
                     break
         self._steps_done[host] = at
@@ -224,7 +238,7 @@ class _Devices:
         """Whether a queue goes before the host that filled it."""
         if queue in self._stalled:
             return False
-        return self._first.index(queue) < self._first.index(actor)
+        return self._place[queue] < self._place[actor]
 
     def _grant(self, blocks: Sequence[int]) -> int | None:
         """Chooses which freed block an allocation gets, if it does not get fresh memory."""
@@ -258,7 +272,7 @@ class _Devices:
             elif code == Code.COLLECTIVE:
                 if (queue, at) not in self._came and not self._arrive(queue, at):
                     break
-                if not self._use(queue, op.seq, op.uses):
+                if not self._use(queue, op.uses):
                     break
             elif code == Code.REUSE:
                 block = self._grants.get((queue, at))
@@ -269,7 +283,7 @@ class _Devices:
                 for use in op.uses:
                     self._holds[use.block] = RELEASED
                     self._holder[use.block] = op.seq
-            elif not self._use(queue, op.seq, op.uses):
+            elif not self._use(queue, op.uses):
                 break
             at += 1
             done[queue] = at
@@ -287,14 +301,14 @@ class _Devices:
         if ready:
             self._waiters[queue] = [waiter for waiter in waiters if waiter[0] > done]
             for actor in ready:
-                self._is_ready[actor] = True
+                self._make_ready(actor)
         return bool(ready)
 
     def _arrive(self, queue: int, at: int) -> bool:
         """Comes to a collective; returns whether it may end at once."""
         op = self._program.ops[queue][at]
         arrived = self._arrived[op.meeting]
-        if not self._use(queue, op.seq, op.uses, is_start=True):
+        if not self._use(queue, op.uses, is_start=True):
             return False
         arrived.append(queue)
         self._came.add((queue, at))
@@ -306,27 +320,26 @@ class _Devices:
                 self._late_calls.append(other)
                 self._is_ready[other] = False
             else:
-                self._is_ready[other] = True
+                self._make_ready(other)
         return self._is_ready[queue] and not self._is_ranked
 
-    def _use(self, queue: int, seq: int, uses: Sequence[Use], *, is_start: bool = False) -> bool:
+    def _use(self, queue: int, uses: Sequence[Use], *, is_start: bool = False) -> bool:
         """Reads and writes; returns whether every use found what it found in host order."""
         holds = self._holds
         for use in uses:
-            found = holds[use.block]
-            if found != use.before:
-                self._outcome.surprise = self._surprise(queue, seq, use, found)
+            block, before, after, _ = use
+            if holds[block] != before:
+                self._outcome.surprise = self._surprise(queue, use, holds[block])
                 return False
-        if not is_start:
-            for use in uses:
-                holds[use.block] = use.after
+            if after != before and not is_start:
+                holds[block] = after
         return True
 
-    def _surprise(self, queue: int, seq: int, use: Use, found: int) -> Surprise:
+    def _surprise(self, queue: int, use: Use, found: int) -> Surprise:
         gone = self._holder.get(use.block, -1)
         return Surprise(
             rank=self._program.queues[queue].rank,
-            seq=seq,
+            seq=use.seq,
             queue=queue,
             use=use,
             found=found,

@@ -3,7 +3,9 @@
 [Note: what is kept]
 Only blocks of memory that two streams touch can be used in a wrong order, so kernels that touch no
 such block are left out: they only fill time. Waits, host syncs and collectives all stay. A stream's
-queue is known in advance, so an event is a place in it: "stream 2 has done its first 40".
+queue is known in advance, so an event is a place in it: "stream 2 has done its first 40". Kernels
+of one stream that follow each other, with no such place between them and no wait of the host, are
+one operation: whatever is unordered with one of them is unordered with all.
 
 [Note: when memory is gone]
 A release (resize to 0) is an operation of the stream that releases: from then on the block must not
@@ -46,11 +48,13 @@ class Use(NamedTuple):
         block: The block.
         before: The write that the block holds then, in host order.
         after: What it holds afterwards; the same for a read.
+        seq: Record that it comes from.
     """
 
     block: int
     before: int
     after: int
+    seq: int
 
 
 class Op(NamedTuple):
@@ -76,17 +80,19 @@ class Op(NamedTuple):
 
 
 class HostStep(NamedTuple):
-    """One step of a rank's host: waits, then puts the next operation into a queue.
+    """One step of a rank's host: waits, or puts the next operations into a queue.
 
     Attributes:
-        queue: The queue that gets its next operation, or None.
+        queue: The queue that gets its next operations, or None.
         waits: Queues and how many of their operations must be done before.
         asks: Blocks that the allocator gives out only when what held them back is done.
+        gets: How many operations the queue gets.
     """
 
     queue: int | None
     waits: tuple[tuple[int, int], ...] = ()
     asks: tuple[int, ...] = ()
+    gets: int = 1
 
 
 @dataclass(kw_only=True)
@@ -183,6 +189,7 @@ class _Shared:
     def __init__(self) -> None:
         self.queues: list[Queue] = []
         self.ops: list[list[Op]] = []
+        self.epochs: list[list[int]] = []
         self.hosts: list[list[HostStep]] = []
         self.blocks: list[Block] = []
         self.meetings: dict[tuple[Any, ...], int] = {}
@@ -194,6 +201,7 @@ class _Shared:
     def add_queue(self, rank: int, stream: int | None) -> int:
         self.queues.append(Queue(rank, stream))
         self.ops.append([])
+        self.epochs.append([])
         return len(self.queues) - 1
 
     def finish(self) -> Program:
@@ -203,30 +211,16 @@ class _Shared:
             for number, block in enumerate(self.blocks)
             if len(block.queues | ({block.owner} - {None})) > 1
         }
-        places: list[list[int]] = []
-        all_ops: list[list[Op]] = []
-        calls = {}
-        for queue, ops in enumerate(self.ops):
-            place = [0]
-            left: list[Op] = []
-            for index, op in enumerate(ops):
-                uses = tuple(use for use in op.uses if use.block in kept)
-                offers = tuple(block for block in op.offers if block in kept)
-                is_empty = (op.code in (Code.USE, Code.RELEASE) and not uses) or (
-                    op.code is Code.REUSE and not offers
-                )
-                if not is_empty:
-                    if op.code is Code.COLLECTIVE:
-                        calls[queue, len(left)] = self.calls[queue, index]
-                    left.append(op._replace(uses=uses, offers=offers))
-                place.append(len(left))
-            places.append(place)
-            all_ops.append(left)
-        for ops in all_ops:
-            ops[:] = [
+        marks = self._marks(kept)
+        shortened = [self._shorten(queue, kept, marks) for queue in range(len(self.ops))]
+        places = [place for _, place, _ in shortened]
+        all_ops = [
+            [
                 op._replace(least=places[op.queue][op.least]) if op.code is Code.WAIT else op
                 for op in ops
             ]
+            for ops, _, _ in shortened
+        ]
         for block in kept.values():
             block.held_by = tuple((queue, places[queue][n]) for queue, n in block.held_by)
         return Program(
@@ -235,27 +229,62 @@ class _Shared:
             hosts=[_kept_steps(steps, places, kept) for steps in self.hosts],
             blocks=kept,
             meetings=self.sizes,
-            calls=calls,
+            calls={place: call for _, _, calls in shortened for place, call in calls.items()},
             writers=self.writers,
             late=self.late,
         )
+
+    def _marks(self, kept: dict[int, Block]) -> set[tuple[int, int]]:
+        """Places in queues that somebody waits for."""
+        marks = {(op.queue, op.least) for ops in self.ops for op in ops if op.code is Code.WAIT}
+        marks.update(wait for steps in self.hosts for step in steps for wait in step.waits)
+        marks.update(mark for block in kept.values() for mark in block.held_by)
+        return marks
+
+    def _shorten(
+        self, queue: int, kept: dict[int, Block], marks: set[tuple[int, int]]
+    ) -> tuple[list[Op], list[int], dict[tuple[int, int], tuple[str | None, str]]]:
+        """Returns what is left of a queue, where each old place is in it, and its collectives."""
+        left: list[Op] = []
+        place = [0]
+        calls = {}
+        open_epoch: int | None = None  # of the last operation, while it can still take others
+        for index, op in enumerate(self.ops[queue]):
+            uses = tuple(use for use in op.uses if use.block in kept)
+            offers = tuple(block for block in op.offers if block in kept)
+            if (queue, index) in marks:
+                open_epoch = None
+            if op.code is Code.USE and uses and open_epoch == self.epochs[queue][index]:
+                left[-1] = left[-1]._replace(uses=left[-1].uses + uses)
+            elif uses or offers or op.code in (Code.WAIT, Code.COLLECTIVE):
+                if op.code is Code.COLLECTIVE:
+                    calls[queue, len(left)] = self.calls[queue, index]
+                left.append(op._replace(uses=uses, offers=offers))
+                open_epoch = self.epochs[queue][index] if op.code is Code.USE else None
+            place.append(len(left))
+        return left, place, calls
 
 
 def _kept_steps(
     steps: list[HostStep], places: list[list[int]], kept: dict[int, Block]
 ) -> list[HostStep]:
     done = [0] * len(places)
-    result = []
+    result: list[HostStep] = []
     for step in steps:
-        waits = tuple((queue, places[queue][count]) for queue, count in step.waits)
+        if step.queue is None:
+            waits = tuple((queue, places[queue][count]) for queue, count in step.waits)
+            result.append(HostStep(None, waits))
+            continue
+        place = places[step.queue]
+        done[step.queue] += 1
+        if place[done[step.queue]] == place[done[step.queue] - 1]:
+            continue
         asks = tuple(block for block in step.asks if block in kept)
-        queue = step.queue
-        if queue is not None:
-            done[queue] += 1
-            if places[queue][done[queue]] == places[queue][done[queue] - 1]:
-                queue = None
-        if queue is not None or waits:
-            result.append(HostStep(queue, waits, asks))
+        last = result[-1] if result else None
+        if last is not None and last.queue == step.queue and not last.asks and not asks:
+            result[-1] = last._replace(gets=last.gets + 1)
+        else:
+            result.append(HostStep(step.queue, (), asks))
     return result
 
 
@@ -267,6 +296,7 @@ class _RankBuilder:
         self._rank = trace.rank
         self._shared = shared
         self._steps: list[HostStep] = []
+        self._num_host_waits = 0
         self._queues: dict[int, int] = {}
         self._async_queues: dict[str, int] = {}
         self._groups: dict[str, tuple[int, ...]] = {}
@@ -297,6 +327,7 @@ class _RankBuilder:
 
     def _put(self, queue: int, op: Op, asks: tuple[int, ...] = ()) -> None:
         self._shared.ops[queue].append(op)
+        self._shared.epochs[queue].append(self._num_host_waits)
         self._steps.append(HostStep(queue, (), asks))
 
     def _wait(self, queue: int, mark: tuple[int, int], seq: int) -> None:
@@ -327,6 +358,7 @@ class _RankBuilder:
         else:
             return
         self._steps.append(HostStep(None, tuple(marks)))
+        self._num_host_waits += 1
 
     # -- work -------------------------------------------------------------------------------
 
@@ -374,7 +406,7 @@ class _RankBuilder:
         for number in record["reads"]:
             block = self._used(number, queue, record["seq"])
             version = self._shared.blocks[block].version
-            uses.append(Use(block, version, version))
+            uses.append(Use(block, version, version, record["seq"]))
         version = len(self._shared.writers)
         if record["writes"]:
             self._shared.writers.append((self._rank, record["seq"]))
@@ -382,7 +414,7 @@ class _RankBuilder:
             block = self._used(number, queue, record["seq"])
             known = self._shared.blocks[block]
             # A block that is read and written by one operation was read first.
-            uses.append(Use(block, known.version, version))
+            uses.append(Use(block, known.version, version, record["seq"]))
             known.version = version
         return tuple(uses)
 
@@ -433,7 +465,7 @@ class _RankBuilder:
         block = self._block(record["storage"])
         known = self._shared.blocks[block]
         known.queues.add(queue)
-        uses = (Use(block, known.version, -1),)
+        uses = (Use(block, known.version, -1, record["seq"]),)
         if known.protected - {queue}:
             # The allocator holds it back, and no stream waits for that.
             own = self._shared.add_queue(self._rank, None)
