@@ -32,9 +32,10 @@ Runs a scenario under many legal orders. A correct run comes out the same under 
 
 First, once: the scenario with schedule seed 0, twice. With kernels, judged by all checks and
 compared with the run without FSDP; and without kernels. Then each seed covers
-  1. one whole run with the seed's own order of the ranks' turns and up to three delays of ranks:
-     every record of every rank, all losses, gradients and weights equal the first run's to the
-     last bit (without kernels; every --kernels-every-th seed with them);
+  1. one whole run with the seed's own order of the ranks' turns, up to three delays of ranks, and
+     in two of three seeds turns given up before collectives: every record of every rank, all
+     losses, gradients and weights equal the first run's to the last bit (without kernels; every
+     --kernels-every-th seed with them);
   2. --device-orders orders of what the devices run, as the first run recorded it: streams in
      order, event, stream and host waits, collectives that meet over their group and end at
      different times, freed memory that is given out again; hosts, streams and collectives late

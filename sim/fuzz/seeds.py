@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 NEVER: Final = "fault never came up"
 _MOST_DELAYS: Final = 3
+_SWITCH_CHANCES: Final = (0.0, 0.1, 0.5)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,6 +156,7 @@ def run_once(
     sinks: Sequence[Sink],
     schedule_seed: int,
     delays: Sequence[DelayRank] = (),
+    switch_chance: float = 0.0,
     records_kernels: bool = False,
     progress: Callable[[str], None] = lambda _: None,
 ) -> tuple[list[JobOutput], World]:
@@ -170,6 +172,7 @@ def run_once(
         state=rank_state(),
         faults=[fault for fault in setting.faults if not is_stall(fault)],
         delays=delays,
+        switch_chance=switch_chance,
     )
 
     def body(rank: int) -> JobOutput:
@@ -309,6 +312,7 @@ def run_seed(setting: Setting, baseline: Baseline, seed: int) -> SeedResult:
             sinks=sinks,
             schedule_seed=seed,
             delays=delays,
+            switch_chance=random.Random(f"switches {seed}").choice(_SWITCH_CHANCES),
             records_kernels=has_kernels,
         )
     except WorldError as error:

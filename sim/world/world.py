@@ -2,8 +2,9 @@
 
 [Note: when ranks switch]
 A rank runs until it has to wait: for a collective whose other ranks have not arrived, for a
-message, or for its own end. The next rank is drawn from those that can run, with a generator of its
-own, so the order depends on the schedule seed alone and not on the operating system.
+message, or for its own end; with a `switch_chance` it may also stop before a collective of its own.
+The next rank is drawn from those that can run, with a generator of its own, so the order depends on
+the schedule seed alone and not on the operating system.
 
 [Note: how a run ends early]
 The first failure is kept and every rank that gets its turn after it raises `_Abort` where it waits,
@@ -167,6 +168,8 @@ class World:
         faults: Disturbances to inject; stalls are the device's and change nothing here. One that
             never comes up is an error.
         delays: Further delays of ranks, which need not come up.
+        switch_chance: How often a rank gives up its turn before a collective or message of its own,
+            where it need not wait: 0 never, 1 always.
         replay: The command that repeats this run, for messages.
 
     Attributes:
@@ -183,6 +186,7 @@ class World:
         state: Sequence[RankState] = (),
         faults: Sequence[Fault] = (),
         delays: Sequence[DelayRank] = (),
+        switch_chance: float = 0.0,
         replay: str = "",
     ) -> None:
         if num_ranks < 1:
@@ -201,6 +205,7 @@ class World:
         self._late = set(self._delays)
         self._delays += delays
         self._guard: Guard | None = None
+        self._switch_chance = switch_chance
         self._state = [*torch_state(), *state]
         self._replay = replay
         self._ranks: list[_Rank] = []
@@ -281,6 +286,8 @@ class World:
         me.place = place
         error = sys.exception()
         me.handling = None if error is None else f"{type(error).__name__}: {error}"
+        if self._switch_chance and self._order.random() < self._switch_chance:
+            self._yield(me, _Status.READY, lambda: f"about to call {place}")
 
     def mismatch(self, rank: int, problem: str) -> MismatchError:
         """Ends the run, and returns the error for the rank to raise; catching it is no help."""
