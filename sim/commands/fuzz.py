@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import shlex
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from real.flags import add_scenario_flags, scenario_overrides
 from sim.commands.common import (
     DEFAULT_SCENARIO,
     DIFFERS,
+    INTERRUPTED,
     add_fault_flag,
     fail,
     faults_of,
@@ -132,6 +134,9 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
         print(json.dumps(_as_json(arguments, result, setting, commands)))
     else:
         print(_as_text(result, setting, commands))
+    if result.is_interrupted:
+        print("sim: interrupted; the seeds that ended by then are above.", file=sys.stderr)
+        return INTERRUPTED
     return DIFFERS if result.failures else 0
 
 
@@ -191,6 +196,7 @@ def _as_json(
             "replay": commands.repeat(shrunk.setting, shrunk.failure),
             "trials": shrunk.num_trials,
         },
+        "interrupted": result.is_interrupted,
         "wall_s": round(result.wall_s, 3),
     }
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from typing import Any
@@ -29,6 +28,7 @@ class FuzzResult:
         num_device_orders: Different orders of the devices among them.
         failures: In seed order.
         shrunk: The first failure's shortest scenario, or None.
+        is_interrupted: Whether ctrl-C ended it early.
     """
 
     num_seeds: int
@@ -37,6 +37,7 @@ class FuzzResult:
     failures: tuple[Failure, ...]
     shrunk: Shrunk | None
     wall_s: float
+    is_interrupted: bool = False
 
 
 def fuzz(
@@ -61,22 +62,29 @@ def fuzz(
     started = time.perf_counter()
     failures: list[Failure] = []
     results: list[SeedResult] = []
-    with ExitStack() as stack:
-        stack.enter_context(megatron_on_fake_cuda())
+    shrunk = None
+    is_interrupted = False
+
+    def run() -> None:
         first = make_baseline(setting, progress)
         if isinstance(first, Failure):
             failures.append(first)
-        else:
-            stack.enter_context(frozen_heap())
+            return
+        with frozen_heap():
             for result in _in_order(setting, first, seeds, jobs):
                 results.append(result)
-                failures += [] if result.failure is None else [result.failure]
+                failures.extend([] if result.failure is None else [result.failure])
                 progress(_state(len(results), len(seeds), len(failures), started))
                 if len(failures) >= max_failures:
-                    break
-        shrunk = None
-        if failures and shrinks:
-            shrunk = shrink(setting, failures[0], progress=progress)
+                    return
+
+    with megatron_on_fake_cuda():
+        try:
+            run()
+            if failures and shrinks:
+                shrunk = shrink(setting, failures[0], progress=progress)
+        except KeyboardInterrupt:
+            is_interrupted = True
     return FuzzResult(
         num_seeds=len(results),
         num_turn_orders=len({result.turns for result in results if result.turns}),
@@ -84,6 +92,7 @@ def fuzz(
         failures=tuple(failures),
         shrunk=shrunk,
         wall_s=time.perf_counter() - started,
+        is_interrupted=is_interrupted,
     )
 
 
