@@ -24,7 +24,7 @@ from sim.world import World, WorldError, init_process_group
 
 if TYPE_CHECKING:
     from real.mcore.jobs import FsdpJob, JobOutput
-    from sim.world.faults import Fault
+    from sim.faults import Fault
 
 Defect = Callable[[], AbstractContextManager[Any]]
 Change = Callable[["FsdpJob"], None]

@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any, Final, Protocol
 
-from sim.commands import bench, cases, check, diff, mutants, run, time, whatif
+from sim.commands import bench, cases, check, diff, fuzz, mutants, run, time, whatif
 
 Subparsers = Any  # argparse gives the class no public name
 
@@ -35,8 +35,9 @@ COMMANDS: Final[dict[str, Command]] = {
     "run": run,
     "check": check,
     "diff": diff,
-    "mutants": mutants,
+    "fuzz": fuzz,
     "cases": cases,
+    "mutants": mutants,
     "time": time,
     "whatif": whatif,
     "bench": bench,
