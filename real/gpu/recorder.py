@@ -110,7 +110,7 @@ class GpuRecorder(Recorder):
         """Notes that a stream records an event."""
         mark = self.event_mark(event)
         seq = self.record(OpKind.EVENT_RECORD, stream=stream_id, event=mark.number)
-        setattr(event, _MARK, mark._replace(newest=seq))
+        setattr(event, _MARK, _EventMark(self, mark.number, seq))
 
     # -- storages ---------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,7 +91,6 @@ def run_traces(
     num_warmup: int = 1,
     has_durations: bool = False,
     num_timed: int = 0,
-    progress: Callable[[str], None] = lambda _: None,
 ) -> dict[Path, TraceResult]:
     """Records every scenario on this rank, one after the other in one world of processes.
 
@@ -101,12 +100,10 @@ def run_traces(
             compile and choose kernels in the first one, and wait for the device meanwhile.
         has_durations: Also record when things were issued and run.
         num_timed: Steps to time with and without a record, by turns, after the trace is written.
-        progress: Told what begins.
     """
     results: dict[Path, TraceResult] = {}
     with gpu_world(next(iter(scenarios.values()))) as rank:
         for out, scenario in scenarios.items():
-            progress(f"{out}: {scenario.train_iters} steps")
             results[out] = _record(
                 scenario,
                 out,

@@ -93,6 +93,7 @@ def record_by_wrappers(scenario: Scenario) -> list[Trace]:
     return to_traces(scenario, sinks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["combined-2-delayed", "plain-2"])
 def test_wrappers_write_what_the_fake_runtime_writes(name: str, backends: Backends) -> None:
     """Every record and its order, in a run of both steps, hooks and schedules."""
