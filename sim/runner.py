@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -74,6 +74,8 @@ def run_in_process(
     faults: Sequence[Fault] = (),
     progress: Progress = lambda _: None,
     records_kernels: bool = False,
+    kernel_steps: Collection[int] | None = None,
+    records_shapes: bool = False,
     references: list[JobOutput] | None = None,
 ) -> RunResult:
     """Runs all ranks of a scenario in this process, and of its reference in a forked copy.
@@ -87,11 +89,14 @@ def run_in_process(
         faults: Disturbances of the scenario's collectives.
         progress: Shown one line of text now and then.
         records_kernels: Also record kernels with the storages that they read and write.
+        kernel_steps: Only in these steps; None records all.
+        records_shapes: Also record the shapes of what kernels read and write.
         references: What `run_reference` gave for this scenario; None runs it beside.
 
     Raises:
         WorldError: A rank failed or the ranks do not agree.
     """
+    steps = range(scenario.train_iters) if kernel_steps is None else kernel_steps
     kept = [_KeepingSink(sink) for sink in sinks or [None] * scenario.world_size]
     with ExitStack() as stack:
         for sink in kept:
@@ -116,8 +121,10 @@ def run_in_process(
                 replay=replay,
                 faults=faults,
                 progress=progress,
-                records_kernels=records_kernels,
+                kernel_steps=steps if records_kernels else (),
+                records_shapes=records_shapes,
             )
+        violations = check_traces([_trace_of(sink.records) for sink in kept])
         if aside is not None:
             references = _unpack(aside.result())
         elif references is None:
@@ -129,8 +136,53 @@ def run_in_process(
             wall_s=time.perf_counter() - started,
             trace=out,
         )
-        violations = check_traces([_trace_of(sink.records) for sink in kept])
     return dataclasses.replace(result, violations=tuple(str(v) for v in violations))
+
+
+def record_traces(
+    scenario: Scenario,
+    *,
+    schedule_seed: int = 0,
+    sinks: Sequence[Sink | None] = (),
+    faults: Sequence[Fault] = (),
+    kernel_steps: Collection[int] | None = None,
+    records_shapes: bool = False,
+    progress: Progress = lambda _: None,
+) -> list[Trace]:
+    """Runs a scenario without its reference and returns every rank's trace, not judged.
+
+    Args:
+        scenario: The run.
+        schedule_seed: Chooses the order in which ranks take turns.
+        sinks: Where each rank's records go too.
+        faults: Disturbances of the scenario's collectives.
+        kernel_steps: Steps in which kernels are recorded; None records all.
+        records_shapes: Also record the shapes of what kernels read and write.
+        progress: Shown one line of text now and then.
+
+    Raises:
+        WorldError: A rank failed or the ranks do not agree.
+    """
+    kept = [_KeepingSink(sink) for sink in sinks or [None] * scenario.world_size]
+    with ExitStack() as stack:
+        for sink in kept:
+            stack.callback(sink.close)
+        stack.enter_context(megatron_on_fake_cuda())
+        from real.mcore.observe import recorded_nodes
+
+        stack.enter_context(recorded_nodes())
+        _run_world(
+            scenario,
+            is_reference=False,
+            sinks=kept,
+            schedule_seed=schedule_seed,
+            replay="",
+            faults=faults,
+            progress=progress,
+            kernel_steps=range(scenario.train_iters) if kernel_steps is None else kernel_steps,
+            records_shapes=records_shapes,
+        )
+    return [_trace_of(sink.records) for sink in kept]
 
 
 def run_reference(
@@ -203,7 +255,8 @@ def _run_world(
     replay: str,
     faults: Sequence[Fault],
     progress: Progress,
-    records_kernels: bool = False,
+    kernel_steps: Collection[int] = (),
+    records_shapes: bool = False,
 ) -> list[JobOutput]:
     from sim.world import World, init_process_group
 
@@ -221,7 +274,8 @@ def _run_world(
             sink=sinks[rank],
             start=init_process_group,
             on_step=on_step,
-            records_kernels=records_kernels,
+            kernel_steps=kernel_steps,
+            records_shapes=records_shapes,
         )
 
     world = World(

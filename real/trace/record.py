@@ -130,7 +130,8 @@ Nanoseconds since the trace began. Only traces of a GPU run have them, and only 
 
 OPTIONAL_OF: Final[dict[OpKind, dict[str, tuple[type, ...]]]] = {
     # Shapes of the tensors read and written, each with its dtype in front: ["bf16", 64, 32].
-    OpKind.KERNEL: {"shapes": _LIST},
+    # Whether autograd launched it, which costs the host less than Python does.
+    OpKind.KERNEL: {"shapes": _LIST, "backward": _BOOL},
 }
 """Fields that records of one operation may carry."""
 

@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any, Final, Protocol
 
-from sim.commands import check, diff, mutants, run
+from sim.commands import bench, check, diff, mutants, run, time, whatif
 
 Subparsers = Any  # argparse gives the class no public name
 
@@ -36,5 +36,8 @@ COMMANDS: Final[dict[str, Command]] = {
     "check": check,
     "diff": diff,
     "mutants": mutants,
+    "time": time,
+    "whatif": whatif,
+    "bench": bench,
 }
 """All commands by name, in the order in which help lists them."""

@@ -15,10 +15,9 @@ import threading
 from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from real.trace import OpKind, Recorder
 from sim.cuda.autograd import ACCUMULATOR_SEQUENCE, GraphTask
@@ -26,18 +25,11 @@ from sim.cuda.autograd import ACCUMULATOR_SEQUENCE, GraphTask
 if TYPE_CHECKING:
     from sim.cuda.streams import Stream
 
-_PRUNE_STORAGES_EVERY: Final = 4096
+_NUMBER: Final = "_fake_cuda_number"
 
 # Taken before any swap, so that the device keeps working while torch's names are replaced.
 _sequence_number = torch._C._autograd._get_sequence_nr
 _current_node = torch._C._current_autograd_node
-
-
-_weak_reference: Any = StorageWeakRef
-
-
-def _is_gone(reference: Any) -> bool:
-    return bool(reference.expired())
 
 
 class FakeDevice:
@@ -58,7 +50,6 @@ class FakeDevice:
         self.nvtx_depth = 0
         self.graph_tasks: list[GraphTask] = []
         self._num_streams = 0
-        self._storages: dict[int, tuple[Any, int]] = {}
         self._num_storages = 0
         self.default_stream: Stream = Stream._on(self, priority=0)
         self._host_stream: Stream = self.default_stream
@@ -123,16 +114,13 @@ class FakeDevice:
 
     def storage_id(self, storage: torch.UntypedStorage) -> int:
         """Returns a storage's number: the same as long as it lives, never used again after."""
-        key = storage._cdata
-        known = self._storages.get(key)
-        if known is not None and not _is_gone(known[0]):
-            return known[1]
-        if len(self._storages) >= _PRUNE_STORAGES_EVERY:
-            self._storages = {k: v for k, v in self._storages.items() if not _is_gone(v[0])}
-        # The weak reference also keeps the address from being used for another storage.
+        # The number rides on the storage's Python object, which lives as long as the storage does.
+        known = storage.__dict__.get(_NUMBER)
+        if known is not None and known[0] is self:
+            return int(known[1])
         storage_id = self._num_storages
         self._num_storages = storage_id + 1
-        self._storages[key] = (_weak_reference(storage), storage_id)
+        storage.__dict__[_NUMBER] = (self, storage_id)
         return storage_id
 
 

@@ -132,8 +132,13 @@ def set_rng_state(new_state: torch.Tensor, device: Any = "cuda") -> None:
 
 
 def get_host_rng_state() -> torch.Tensor:
-    """Returns the calling rank's host random state; stands for `torch.get_rng_state`."""
-    return active_device().host_rng_state.clone()
+    """Returns the calling rank's host random state; stands for `torch.get_rng_state`.
+
+    It is in host memory: what is done with it launches no kernel.
+    """
+    state = active_device().host_rng_state.clone()
+    state.untyped_storage().is_host = True  # type: ignore[attr-defined]
+    return state
 
 
 def set_host_rng_state(new_state: torch.Tensor) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from sim.cuda.device import active_device
+from sim.hollow import is_hollow, mark_hollow
 from sim.world import collectives
 from sim.world.collectives import Call
 from sim.world.faults import Disturber, Fault
@@ -164,7 +165,12 @@ class InProcess:
                 self._rank, f"Sizes do not match in {meeting.place}: {problem}."
             )
         with torch._C._DisableTorchDispatch():  # what moves the data is no kernel of any rank
-            collectives.complete(calls)
+            if any(is_hollow(tensor) for call in calls for tensor in call.inputs):
+                for call in calls:
+                    for tensor in call.outputs:
+                        mark_hollow(tensor)
+            else:
+                collectives.complete(calls)
         meeting.is_done = True
         meeting.calls = {}  # a Work that is kept keeps no tensors
         self._world.wake(meeting.place.ranks)

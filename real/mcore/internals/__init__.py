@@ -34,6 +34,11 @@ from real.mcore.internals.units import (  # noqa: E402
     is_fsdp_module,
     unit_storages,
 )
+from real.mcore.internals.watch import (  # noqa: E402
+    watched_backwards,
+    watched_layers,
+    watched_units,
+)
 
 __all__ = [
     "PROCESS_CLASS_ATTRIBUTES",
@@ -59,4 +64,7 @@ __all__ = [
     "observed_nodes",
     "shard_optimizer",
     "unit_storages",
+    "watched_backwards",
+    "watched_layers",
+    "watched_units",
 ]
