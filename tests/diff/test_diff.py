@@ -178,6 +178,19 @@ def test_ranges_of_libraries_are_left_out_with_their_ends_and_counted() -> None:
     ] == "0 and 2 records left out"
 
 
+def test_kernels_are_left_out_with_the_host_wait_for_a_value() -> None:
+    """Other host waits stay: code asked for them."""
+    records = [{k: v for k, v in r.items() if k != "seq"} for r in small_run().records]
+    wait = {"op": "host_sync", "what": "stream", "on": 0}
+    kernel = {"op": "kernel", "stream": 0, "reads": [3], "writes": []}
+    with_value = trace_of(
+        *records[:14], wait, {**kernel, "name": "_local_scalar_dense"}, *records[14:]
+    )
+    assert compare([small_run()], [with_value], is_canonical=True).is_equal
+    asked_for = trace_of(*records[:14], wait, {**kernel, "name": "mm"}, *records[14:])
+    assert first_texts(small_run(), asked_for) == (None, "host waits for stream @compute")
+
+
 def test_a_gather_on_the_compute_stream_reads_as_that() -> None:
     """A role is given once: a stream that computes is the compute stream whatever else it does."""
     assert stream_roles(changed(8, stream=0).records)[0] == "compute"
