@@ -24,7 +24,10 @@ def name_storages(device: FakeDevice, root: nn.Module) -> None:
 
     for unit, kind, storage in internals.unit_storages(root):
         device.recorder.record(
-            OpKind.NAME, storage=device.storage_id(storage), name=f"{unit}:{kind}"
+            OpKind.NAME,
+            storage=device.storage_id(storage),
+            name=f"{unit}:{kind}",
+            bytes=storage.nbytes(),
         )
 
 

@@ -17,7 +17,7 @@ from real.result import RunResult, judge
 from real.trace import JsonlSink, Sink, Trace, trace_path
 from real.trace.recorder import Record
 from sim.aside import Aside, can_fork
-from sim.checks import check_traces
+from sim.checks import check_numerics, check_traces, declared_units
 from sim.megatron import megatron_on_fake_cuda, rank_state
 from sim.rank import run_rank
 
@@ -124,7 +124,8 @@ def run_in_process(
                 kernel_steps=steps if records_kernels else (),
                 records_shapes=records_shapes,
             )
-        violations = check_traces([_trace_of(sink.records) for sink in kept])
+        traces = [_trace_of(sink.records) for sink in kept]
+        violations = check_traces(traces, replay=replay or None)
         if aside is not None:
             references = _unpack(aside.result())
         elif references is None:
@@ -136,6 +137,7 @@ def run_in_process(
             wall_s=time.perf_counter() - started,
             trace=out,
         )
+        violations += check_numerics(outputs, references, units=declared_units(traces[0]))
     return dataclasses.replace(result, violations=tuple(str(v) for v in violations))
 
 

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from real.trace.record import SCHEMA_VERSION, OpKind, TraceError, validate_recor
 from real.trace.recorder import Record
 
 _FLUSH_EVERY = 256
+_BULK = frozenset({OpKind.KERNEL, OpKind.ALLOCATE, OpKind.FREE})
 _RANK_FILE = re.compile(r"rank(\d+)\.jsonl")
 
 
@@ -73,6 +75,11 @@ class Trace:
     scenario: dict[str, Any]
     records: list[Record]
     is_complete: bool
+
+    @cached_property
+    def lean_records(self) -> list[Record]:
+        """The records but for kernels, allocations and frees, which are most of them."""
+        return [record for record in self.records if record["op"] not in _BULK]
 
 
 def read_trace(path: Path) -> Trace:

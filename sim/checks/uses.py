@@ -12,67 +12,72 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from real.trace import OpKind, Trace
-from sim.checks.base import Access, Violation, unit_label, walk
+from real.trace.recorder import Record
+from sim.checks.base import Reporter, Violation, unit_label
 from sim.checks.clocks import StreamClocks
 
 _USES: Final = frozenset({"pre_forward", "pre_backward"})
 _ENDS: Final = frozenset({OpKind.HOOK, OpKind.NODE, OpKind.NODE_END, OpKind.STEP})
 
 
-class _Use(NamedTuple):
-    """A use of a unit that its stream has to be ready for."""
+class _Gather(NamedTuple):
+    """The newest gather of a unit and where it runs."""
 
-    unit: str
-    access: Access
-    hook: str
+    record: Record
+    stream: int
 
 
 def check_uses(traces: Sequence[Trace]) -> list[Violation]:
     """Checks every rank's uses of units; reports each unit once a stream."""
-    return [violation for trace in traces for violation in _check_rank(trace)]
+    return [violation for trace in traces for violation in _Checker(trace).run()]
 
 
-def _check_rank(trace: Trace) -> list[Violation]:
-    found: list[Violation] = []
-    clocks = StreamClocks()
-    gathers: dict[str, Access] = {}
-    reported: set[tuple[str, int]] = set()
-    hook: tuple[str, str] | None = None
-    use: _Use | None = None
-    for record, place in walk(trace):
-        op = record["op"]
-        if op in _ENDS:
-            gather = None if use is None else gathers.get(use.unit)
-            if use is not None and gather is not None:
-                stream = use.access.stream
-                is_ready = clocks.is_ordered_after(stream, gather.stream, gather.seq)
-                if not is_ready and (use.unit, stream) not in reported:
-                    reported.add((use.unit, stream))
-                    found.append(
-                        Violation(
-                            rule="I1",
-                            rank=trace.rank,
-                            message=f"Unit {unit_label(use.unit)} is used in no order with its "
-                            "gather.",
-                            unit=unit_label(use.unit),
-                            node=place.node,
-                            microbatch=place.microbatch,
-                            first=gather,
-                            second=use.access,
-                            missing=f"stream {stream} never waits for stream {gather.stream} "
-                            f"after record {gather.seq}",
-                            hook=use.hook,
-                            seq=record["seq"],
-                        )
-                    )
-            hook, use = None, None
-        if op == OpKind.HOOK and record["point"] in _USES:
-            hook = (record["unit"], place.hook or "")
-        elif op == OpKind.UNSHARD and hook is not None and record["unit"] == hook[0]:
-            # Others that follow the same hook are gathered ahead of their use.
-            use = _Use(hook[0], Access(record["seq"], record["stream"], "use"), hook[1])
-        elif op == OpKind.COLLECTIVE:
-            if record["kind"] == "all_gather" and record["unit"] is not None:
-                gathers[record["unit"]] = Access(record["seq"], record["stream"], "all_gather")
-        clocks.advance(record)
-    return found
+class _Checker:
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+        self._reporter = Reporter(trace)
+        self._clocks = StreamClocks()
+        self._gathers: dict[str, _Gather] = {}
+        self._reported: set[tuple[str, int]] = set()
+
+    def run(self) -> list[Violation]:
+        hook: Record | None = None
+        use: Record | None = None
+        for record in self._trace.lean_records:
+            op = record["op"]
+            if op in _ENDS:
+                if use is not None:
+                    self._judge(use)
+                hook, use = None, None
+            if op == OpKind.HOOK and record["point"] in _USES:
+                hook = record
+            elif op == OpKind.UNSHARD and hook is not None and record["unit"] == hook["unit"]:
+                use = record  # others that follow the same hook are gathered ahead of their use
+            elif op == OpKind.COLLECTIVE:
+                if record["kind"] == "all_gather" and record["unit"] is not None:
+                    stream = self._clocks.stream_of(record)
+                    self._gathers[record["unit"]] = _Gather(record, stream)
+            self._clocks.advance(record)
+        return self._reporter.found
+
+    def _judge(self, use: Record) -> None:
+        unit, stream = use["unit"], use["stream"]
+        gather = self._gathers.get(unit)
+        if gather is None or (unit, stream) in self._reported:
+            return
+        seq = gather.record["seq"]
+        if self._clocks.is_ordered_after(stream, gather.stream, seq):
+            return
+        self._reported.add((unit, stream))
+        label = unit_label(unit)
+        group = self._clocks.communicator(gather.stream)
+        on = self._reporter.stream(gather.stream) if group is None else f"the stream of {group}"
+        self._reporter.report(
+            "I1",
+            f"Unit {label} is used in no order with its gather.",
+            unit=unit,
+            first=self._reporter.access(seq, gather.stream, f"all_gather of {label} writes", on),
+            second=self._reporter.access(use["seq"], stream, "use"),
+            missing=f"{self._reporter.stream(stream)} never waits for all_gather of {label} on "
+            f"{on} in record {seq}",
+        )

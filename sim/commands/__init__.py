@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any, Final, Protocol
 
-from sim.commands import bench, check, diff, mutants, run, time, whatif
+from sim.commands import bench, cases, check, diff, mutants, run, time, whatif
 
 Subparsers = Any  # argparse gives the class no public name
 
@@ -36,6 +36,7 @@ COMMANDS: Final[dict[str, Command]] = {
     "check": check,
     "diff": diff,
     "mutants": mutants,
+    "cases": cases,
     "time": time,
     "whatif": whatif,
     "bench": bench,

@@ -90,11 +90,6 @@ def accelerator_synchronize(device: Any = None, /) -> None:
     synchronize()
 
 
-def is_current_stream_capturing() -> bool:
-    """Returns False: graph capture is not modelled."""
-    return False
-
-
 def get_device_name(device: Any = None) -> str:
     """Returns a name that says that the device is no GPU."""
     return _NAME

@@ -28,6 +28,7 @@ from sim.diff.allowances import (
     NUMBERS,
     RANGES,
     ROUTED,
+    VERSIONS,
     Allowance,
 )
 
@@ -175,6 +176,8 @@ class _Writer:
             return NUMBERS
         if op in (OpKind.KERNEL, OpKind.ALLOCATE, OpKind.FREE, OpKind.NAME):
             return KERNELS
+        if op == OpKind.WEIGHT_VERSION:
+            return VERSIONS
         if op == OpKind.NVTX_PUSH:
             self._ranges.append(record["text"].startswith(MFSDP_RANGE))
             return None if self._ranges[-1] else RANGES
