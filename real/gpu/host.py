@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 
 from real.config import Scenario
+from real.gpu.jobs import make_job
 from real.gpu.measure import host_us, wait
-from real.gpu.variants import MAIN_VARIANTS, make_job
+from real.variants import MAIN_VARIANTS
 
 SMALL: Final[dict[str, object]] = {
     "hidden_size": 256,
@@ -207,7 +208,7 @@ def time_nodes(
 
     Args:
         scenario: A small one.
-        variants: Names of `real.gpu.variants.VARIANTS`.
+        variants: Names of `real.variants.VARIANTS`.
         repeats: Timed steps of each kind.
         synchronize: Waits for the device.
     """

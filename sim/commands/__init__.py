@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any, Final, Protocol
 
-from sim.commands import check, mutants, run, time, whatif
+from sim.commands import accuracy, check, fit, mutants, run, time, whatif
 
 Subparsers = Any  # argparse gives the class no public name
 
@@ -36,6 +36,8 @@ COMMANDS: Final[dict[str, Command]] = {
     "check": check,
     "time": time,
     "whatif": whatif,
+    "fit": fit,
+    "accuracy": accuracy,
     "mutants": mutants,
 }
 """All commands by name, in the order in which help lists them."""
