@@ -115,6 +115,10 @@ def what_if(
         ScenarioError: A variant's scenario does not fit.
     """
     variants = grid.variants()
+    if grid.reruns:
+        recorded = Scenario(**grid.traces[0].scenario)
+        for variant in variants:  # what does not fit is said before anything runs
+            recorded.changed(**_changes(grid, variant))
     numbers: dict[int, Mapping[str, Any]] = {}
     batches = list(_batches(grid, variants))
     jobs = min(len(batches), jobs or os.cpu_count() or 1)
