@@ -199,7 +199,7 @@ def time_nodes(
     scenario: Scenario,
     variants: Sequence[str] = MAIN_VARIANTS,
     *,
-    repeats: int = 8,
+    repeats: int = 6,
     synchronize: Callable[[], None] = torch.cuda.synchronize,
 ) -> dict[str, Any]:
     """Returns what the host spends on the parts of a step, by variant.
