@@ -167,6 +167,14 @@ def test_separate_communicators_let_a_reduction_and_a_gather_run_at_once() -> No
     assert apart[1] == apart[0]
 
 
+def test_shared_communicators_are_not_made_of_separate_ones() -> None:
+    traces = layer_trace(2)
+    assert Rewrite(communicators="shared").apply(traces) == traces
+    apart = Rewrite(communicators="separate").apply(traces)
+    with pytest.raises(ReplayError, match="on shared communicators, got one with separate ones"):
+        Rewrite(communicators="shared").apply(apart)
+
+
 def two_directions() -> Rank:
     """A backward and a forward node whose events do not meet."""
     story = Rank()
