@@ -191,6 +191,7 @@ def _watched(job: Any, watch: Stopwatch) -> Iterator[None]:
         )
         stack.enter_context(internals.watched_layers(job.model.module, begin, end))
         stack.enter_context(internals.watched_backwards(begin, end))
+        stack.enter_context(internals.watched_finalize(job.model.config, begin, end))
         stack.enter_context(internals.watched_units(begin, end))
         yield
 

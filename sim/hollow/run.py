@@ -130,6 +130,7 @@ def _run_rank(
         initialize_parallel(scenario)
         job = _make_job(scenario, options)
         stack.enter_context(internals.watched_layers(job.model.module, _begin, _end))
+        stack.enter_context(internals.watched_finalize(job.model.config, _begin, _end))
         stack.enter_context(ShapeRecorder(device))
         for step in range(options.steps):
             recorder.begin_step(step)

@@ -36,6 +36,7 @@ from real.mcore.internals.units import (  # noqa: E402
 )
 from real.mcore.internals.watch import (  # noqa: E402
     watched_backwards,
+    watched_finalize,
     watched_layers,
     watched_units,
 )
@@ -65,6 +66,7 @@ __all__ = [
     "shard_optimizer",
     "unit_storages",
     "watched_backwards",
+    "watched_finalize",
     "watched_layers",
     "watched_units",
 ]
