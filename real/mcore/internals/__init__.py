@@ -38,6 +38,7 @@ from real.mcore.internals.units import (  # noqa: E402
 )
 from real.mcore.internals.watch import (  # noqa: E402
     watched_backwards,
+    watched_finalize,
     watched_layers,
     watched_units,
 )
@@ -70,6 +71,7 @@ __all__ = [
     "unit_of_sharded",
     "unit_storages",
     "watched_backwards",
+    "watched_finalize",
     "watched_layers",
     "watched_units",
 ]
