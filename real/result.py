@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from real.compare import (
     worst_weights,
 )
 from real.config import Scenario
+from real.reference import LOSS_BARS, Reference
 
 if TYPE_CHECKING:
     from real.mcore.jobs import JobOutput
@@ -29,9 +29,6 @@ MAX_GRAD_REL_ERROR: Final = 1e-2
 
 MAX_GRAD_NORM_REL_ERROR: Final = 1e-3
 """Norm over all parameters."""
-
-MAX_LOSS_REL_ERROR: Final = 1e-4
-"""Losses after the first step: the weights differ by rounding from then on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +46,7 @@ class RunResult:
         wall_s: Seconds for both jobs, imports excluded.
         trace: The folder of the trace, or None.
         violations: What the checks found in the trace, as text for a reader.
+        reference: What it was compared with.
     """
 
     ranks: int
@@ -62,6 +60,15 @@ class RunResult:
     wall_s: float
     trace: Path | None
     violations: tuple[str, ...] = ()
+    reference: Reference = Reference.DDP
+
+    @property
+    def loss_rel_errors(self) -> list[float]:
+        """Relative difference of the loss, one per step."""
+        return [
+            abs(loss - expected) / abs(expected) if expected else abs(loss)
+            for loss, expected in zip(self.losses, self.reference_losses, strict=True)
+        ]
 
     def worst_of(self, others: Sequence[RunResult]) -> RunResult:
         """Returns one result for several ranks' own: their worst gaps and this one's losses."""
@@ -82,13 +89,13 @@ class RunResult:
                 f"Expected the first step's loss to equal the reference to the last bit, "
                 f"got {self.losses[0]!r} and {self.reference_losses[0]!r}."
             )
-        for step, (loss, expected) in enumerate(
-            zip(self.losses, self.reference_losses, strict=True)
-        ):
-            if not math.isclose(loss, expected, rel_tol=MAX_LOSS_REL_ERROR):
+        for step, error in enumerate(self.loss_rel_errors):
+            bars = LOSS_BARS[self.reference]
+            bar = bars.final if step == len(self.losses) - 1 else bars.step
+            if not error <= bar:
                 found.append(
-                    f"Expected the loss of step {step} within {MAX_LOSS_REL_ERROR:g} relative of "
-                    f"the reference, got {loss!r} and {expected!r}."
+                    f"Expected the loss of step {step} within {bar:g} relative of the reference, "
+                    f"got {self.losses[step]!r} and {self.reference_losses[step]!r}."
                 )
         if not self.gap.relative <= MAX_GRAD_REL_ERROR:
             found.append(
@@ -119,6 +126,7 @@ def judge(
     wall_s: float,
     trace: Path | None,
     ranks: Sequence[int] | None = None,
+    reference: Reference = Reference.DDP,
 ) -> RunResult:
     """Compares the jobs of some ranks, step by step.
 
@@ -129,6 +137,7 @@ def judge(
         wall_s: Seconds of both jobs.
         trace: Folder of the trace, or None.
         ranks: The ranks' numbers; None numbers them from 0.
+        reference: What `references` are of.
     """
     numbers = list(range(len(outputs)) if ranks is None else ranks)
     gaps = [
@@ -152,6 +161,7 @@ def judge(
         num_records=num_records,
         wall_s=wall_s,
         trace=trace,
+        reference=reference,
     )
 
 
@@ -161,8 +171,11 @@ def as_json(result: RunResult) -> dict[str, Any]:
         "passed": not result.problems(),
         "problems": result.problems(),
         "ranks": result.ranks,
+        "reference": result.reference.value,
         "losses": result.losses,
         "reference_losses": result.reference_losses,
+        "max_loss_rel_error": max(result.loss_rel_errors),
+        "final_loss_rel_error": result.loss_rel_errors[-1],
         "max_grad_rel_error": result.gap.relative,
         "worst_parameter": result.gap.parameter,
         "worst_rank": result.gap.rank,
@@ -184,9 +197,10 @@ def format_table(scenario: Scenario, result: RunResult) -> str:
         f"{scenario.expert_data_parallel_size}, {scenario.num_layers} layers, "
         f"{scenario.num_microbatches} microbatches"
     )
+    column = "distopt" if result.reference is Reference.DISTOPT else "no FSDP"
     lines = [
         f"MFSDP v2 under {schedule}: {sizes}",
-        f"{'step':>4}  {'loss':>12}  {'no FSDP':>12}  {'difference':>10}",
+        f"{'step':>4}  {'loss':>12}  {column:>12}  {'difference':>10}",
     ]
     for step, (loss, expected) in enumerate(
         zip(result.losses, result.reference_losses, strict=True)

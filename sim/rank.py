@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from real.config import Scenario
+from real.reference import Reference
 from real.trace import OpKind, Recorder, Sink, recording
 from sim.cuda import FakeDevice, use_device
 from sim.cuda.kernels import KernelRecorder
@@ -41,6 +42,7 @@ def run_rank(
     on_step: Callable[[int], None] | None = None,
     kernel_steps: Collection[int] = (),
     records_shapes: bool = False,
+    reference: Reference = Reference.DDP,
 ) -> JobOutput:
     """Trains one rank of a scenario on its own fake device.
 
@@ -53,8 +55,10 @@ def run_rank(
         on_step: Called after each step with its number.
         kernel_steps: Steps in which kernels are recorded with what they read and write.
         records_shapes: Also record the shapes of what they read and write.
+        reference: Which reference, with `is_reference`.
     """
-    from real.mcore.jobs import FsdpJob, Job, ReferenceJob, run_job
+    from real.mcore.distopt import make_reference
+    from real.mcore.jobs import FsdpJob, Job, run_job
     from real.mcore.model import initialize_parallel
 
     recorder = Recorder(sink)
@@ -68,7 +72,7 @@ def run_rank(
             scenario = scenario.changed(num_distributed_optimizer_instances=1)
         initialize_parallel(scenario)
         if is_reference:
-            job: Job = ReferenceJob(scenario)
+            job: Job = make_reference(scenario, reference)
         else:
             job = FsdpJob(scenario)
             name_storages(device, job.model.module)

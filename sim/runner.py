@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from real.config import Scenario, ScenarioError
+from real.reference import Reference
 from real.result import RunResult, judge
 from real.trace import JsonlSink, Sink, Trace, trace_path
 from real.trace.recorder import Record
@@ -78,6 +79,7 @@ def run_in_process(
     kernel_steps: Collection[int] | None = None,
     records_shapes: bool = False,
     references: list[JobOutput] | None = None,
+    reference: Reference = Reference.DDP,
 ) -> RunResult:
     """Runs all ranks of a scenario in this process, and of its reference in a forked copy.
 
@@ -93,6 +95,7 @@ def run_in_process(
         kernel_steps: Only in these steps; None records all.
         records_shapes: Also record the shapes of what kernels read and write.
         references: What `run_reference` gave for this scenario; None runs it beside.
+        reference: What the scenario is compared with.
 
     Raises:
         WorldError: A rank failed, the ranks do not agree, or a fault never came up.
@@ -111,7 +114,9 @@ def run_in_process(
 
         aside = None
         if references is None and can_fork():
-            aside = Aside(lambda: _pack(run_reference(scenario, schedule_seed, progress)))
+            aside = Aside(
+                lambda: _pack(run_reference(scenario, schedule_seed, progress, reference))
+            )
             stack.callback(aside.stop)
         with recorded_nodes():
             outputs = _run_world(
@@ -130,13 +135,14 @@ def run_in_process(
         if aside is not None:
             references = _unpack(aside.result())
         elif references is None:
-            references = run_reference(scenario, schedule_seed, progress)
+            references = run_reference(scenario, schedule_seed, progress, reference)
         result = judge(
             outputs,
             references,
             num_records=sum(len(sink.records) for sink in kept),
             wall_s=time.perf_counter() - started,
             trace=out,
+            reference=reference,
         )
         violations += check_numerics(outputs, references, units=declared_units(traces[0]))
         violations += check_stalled(traces, faults)
@@ -190,13 +196,17 @@ def record_traces(
 
 
 def run_reference(
-    scenario: Scenario, schedule_seed: int = 0, progress: Progress = lambda _: None
+    scenario: Scenario,
+    schedule_seed: int = 0,
+    progress: Progress = lambda _: None,
+    reference: Reference = Reference.DDP,
 ) -> list[JobOutput]:
     """Runs the reference of a scenario in this process; one entry a rank."""
     with megatron_on_fake_cuda():
         return _run_world(
             scenario,
             is_reference=True,
+            reference=reference,
             sinks=[None] * scenario.world_size,
             schedule_seed=schedule_seed,
             replay="",
@@ -261,6 +271,7 @@ def _run_world(
     progress: Progress,
     kernel_steps: Collection[int] = (),
     records_shapes: bool = False,
+    reference: Reference = Reference.DDP,
 ) -> list[JobOutput]:
     from sim.world import World, init_process_group
 
@@ -275,6 +286,7 @@ def _run_world(
             scenario,
             rank,
             is_reference=is_reference,
+            reference=reference,
             sink=sinks[rank],
             start=init_process_group,
             on_step=on_step,

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from real.result import MAX_GRAD_REL_ERROR, MAX_LOSS_REL_ERROR
+from real.reference import MAX_LOSS_REL_ERROR
+from real.result import MAX_GRAD_REL_ERROR
 from sim.checks import Violation
 from sim.checks.base import unit_label
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from real.config import Scenario, load_scenario
 from real.flags import add_scenario_flags, scenario_overrides
+from real.reference import Reference, check_reference
 from real.result import as_json, format_table
 from sim.commands.common import (
     DEFAULT_SCENARIO,
@@ -37,6 +38,14 @@ def add(commands: Any) -> None:
     run.add_argument("scenario", nargs="?", type=Path, default=DEFAULT_SCENARIO, help="a TOML file")
     add_scenario_flags(run)
     run.add_argument("--schedule-seed", type=int, default=0, help="order in which ranks take turns")
+    run.add_argument(
+        "--reference",
+        type=Reference,
+        choices=list(Reference),
+        default=Reference.DDP,
+        help="compare with Megatron's distributed data parallel under its plain schedule (ddp, "
+        "default) or with its distributed optimizer under the scenario's schedule (distopt)",
+    )
     run.add_argument("--world", choices=("inprocess", "gloo"), default="inprocess")
     run.add_argument("--out", type=Path, help="folder of the trace (default: runs/SCENARIO)")
     run.add_argument(
@@ -79,6 +88,10 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     if not 1.0 <= arguments.routing_imbalance < 2.0:
         got = arguments.routing_imbalance
         return fail(f"Expected a --routing-imbalance of at least 1 and below 2, got {got}.")
+    if arguments.reference is not Reference.DDP:
+        if arguments.world == "gloo" or arguments.shapes_only:
+            return fail("Expected --reference ddp with --world gloo and --shapes-only.")
+        check_reference(scenario, arguments.reference)
     faults = faults_of(arguments, scenario)
     if faults and arguments.world == "gloo":
         return fail("Expected --world inprocess with --fault, got gloo.")
@@ -121,6 +134,7 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
                 records_kernels=kernels != "none",
                 kernel_steps=kernel_steps,
                 records_shapes=arguments.shapes,
+                reference=arguments.reference,
             )
     except WorldError as error:
         progress("")

@@ -142,6 +142,7 @@ def swap_table() -> list[Swap]:
         Swap(torch.autograd.Variable, "_execution_engine", autograd.Engine()),
         Swap(torch.Tensor, "to", tensors.to),
         Swap(torch.Tensor, "cuda", tensors.cuda),
+        Swap(torch.Tensor, "type", tensors.tensor_type),
         Swap(torch.Tensor, "record_stream", tensors.record_stream),
         Swap(torch.Tensor, "is_cuda", tensors.is_cuda),
         Swap(torch.UntypedStorage, "resize_", tensors.resize_),

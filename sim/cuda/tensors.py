@@ -15,6 +15,7 @@ from sim.cuda.streams import Stream
 _CPU: Final = torch.device("cpu")
 _resize_storage = torch.UntypedStorage.resize_
 _tensor_to = torch.Tensor.to
+_tensor_type = torch.Tensor.type
 
 FACTORIES: Final = (
     "arange",
@@ -95,6 +96,15 @@ def cuda(
 ) -> torch.Tensor:
     """Returns the tensor itself: its memory already stands for device memory."""
     return self
+
+
+def tensor_type(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """Returns the name of the tensor's type, as of a CUDA tensor; or casts, when given a type."""
+    if dtype is None:
+        return str(_tensor_type(self)).replace("torch.", "torch.cuda.", 1)
+    if isinstance(dtype, str):
+        dtype = dtype.replace("torch.cuda.", "torch.", 1)
+    return _tensor_type(self, dtype, *args, **kwargs)
 
 
 def record_stream(self: torch.Tensor, s: Stream) -> None:

@@ -335,9 +335,17 @@ def _all_gather(call: Call, given: _Given, rank: int) -> None:
     for i, tensors in enumerate(zip(*given, strict=True)):
         if per_input == 1:
             flat = call.outputs[i].detach().view(-1)
-            torch.cat([tensor.detach().reshape(-1) for tensor in tensors], out=flat)
+            values = [tensor.detach().reshape(-1) for tensor in tensors]
+            if _shares_memory(call.inputs[i], flat):  # the gather in place of a parameter buffer
+                flat.copy_(torch.cat(values))
+            else:
+                torch.cat(values, out=flat)
         else:
             _copy(call.outputs[i * per_input : (i + 1) * per_input], tensors)
+
+
+def _shares_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    return bool(tensor.untyped_storage()._cdata == other.untyped_storage()._cdata)
 
 
 def _take_totals(call: Call, given: _Given, rank: int) -> None:
