@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from real.commands.common import CONFIGS, add_scenario, fail, is_first_rank, scenario_of
+from real.commands.common import CONFIGS, add_scenario, add_watch, fail, is_first_rank, scenario_of
 from real.config import Scenario, load_scenario
 from real.flags import scenario_overrides
 from real.variants import MAIN_VARIANTS, VARIANTS
@@ -36,6 +36,7 @@ def add(commands: Any) -> None:
         f"JSON object a line (default folder: {GRID.name})",
     )
     bench.add_argument("--out", type=Path, metavar="FILE", help="with --grid: also write there")
+    add_watch(bench)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -50,8 +51,13 @@ def run(arguments: argparse.Namespace) -> int:
         return fail("Expected --out with --grid only.")
     scenario = scenario_of(arguments)
     from real.gpu.bench import run_bench
+    from real.gpu.watchdog import watched
 
-    results = run_bench(scenario, names, repeats=arguments.repeats)
+    # Without records: they would be part of what is timed.
+    with watched(
+        timeout_s=arguments.timeout, folder=arguments.report, has_records=False
+    ) as progress:
+        results = run_bench(scenario, names, repeats=arguments.repeats, on_progress=progress)
     if is_first_rank():
         if arguments.json:
             print(json.dumps(results))
@@ -75,6 +81,7 @@ def _run_grid(arguments: argparse.Namespace, variants: list[str]) -> int:
     if len({(s.world_size, s.expert_model_parallel_size) for s in scenarios.values()}) > 1:
         return fail("Expected scenarios of equal parallel sizes in a grid, got different ones.")
     from real.gpu.bench import Results, run_grid
+    from real.gpu.watchdog import watched
 
     if arguments.out is not None and is_first_rank():
         arguments.out.write_text("")
@@ -91,5 +98,10 @@ def _run_grid(arguments: argparse.Namespace, variants: list[str]) -> int:
             with arguments.out.open("a") as file:
                 file.write("\n".join(lines) + "\n")
 
-    run_grid(scenarios, variants, repeats=arguments.repeats, report=report)
+    with watched(
+        timeout_s=arguments.timeout, folder=arguments.report, has_records=False
+    ) as progress:
+        run_grid(
+            scenarios, variants, repeats=arguments.repeats, report=report, on_progress=progress
+        )
     return 0

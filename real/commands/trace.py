@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from real.commands.common import CONFIGS, fail, is_first_rank
+from real.commands.common import CONFIGS, add_watch, fail, is_first_rank
 from real.config import Scenario, load_scenario
 from real.flags import add_scenario_flags, scenario_overrides
 
@@ -51,6 +51,7 @@ def add(commands: Any) -> None:
         metavar="N",
         help="then time N steps with and without a record, by turns",
     )
+    add_watch(trace)
     trace.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -75,13 +76,19 @@ def run(arguments: argparse.Namespace) -> int:
         if different:
             return fail(f"Expected equal {different[0]} in all scenarios, got another in {out}.")
     from real.gpu.trace import run_traces
+    from real.gpu.watchdog import watched
 
-    results = run_traces(
-        scenarios,
-        num_warmup=arguments.warmup,
-        has_durations=arguments.durations,
-        num_timed=arguments.timed,
-    )
+    # Without records of its own: the trace has them.
+    with watched(
+        timeout_s=arguments.timeout, folder=arguments.report, has_records=False
+    ) as progress:
+        results = run_traces(
+            scenarios,
+            num_warmup=arguments.warmup,
+            has_durations=arguments.durations,
+            num_timed=arguments.timed,
+            on_progress=progress,
+        )
     if not is_first_rank():
         return 0
     if arguments.json:

@@ -21,7 +21,12 @@ Results = dict[str, dict[str, Any]]
 
 
 def run_bench(
-    scenario: Scenario, variants: Sequence[str], *, repeats: int, warmup: int = 2
+    scenario: Scenario,
+    variants: Sequence[str],
+    *,
+    repeats: int,
+    warmup: int = 2,
+    on_progress: Callable[[str], None] = lambda _: None,
 ) -> Results:
     """Times variants by turns and returns milliseconds and bytes by variant.
 
@@ -33,9 +38,12 @@ def run_bench(
         variants: Names of `real.variants.VARIANTS`.
         repeats: Timed steps of each variant.
         warmup: Steps before.
+        on_progress: Called after each model is built and after each step, with what has ended.
     """
     with gpu_world(scenario):
-        return _time_variants(scenario, variants, repeats=repeats, warmup=warmup)
+        return _time_variants(
+            scenario, variants, repeats=repeats, warmup=warmup, on_progress=on_progress
+        )
 
 
 def run_grid(
@@ -45,6 +53,7 @@ def run_grid(
     repeats: int,
     report: Callable[[str, Results], None],
     warmup: int = 2,
+    on_progress: Callable[[str], None] = lambda _: None,
 ) -> None:
     """Times the variants of several scenarios of equal parallel sizes, one scenario at a time.
 
@@ -54,16 +63,25 @@ def run_grid(
         repeats: Timed steps of each variant.
         report: Gets the results of each scenario as soon as they are there.
         warmup: Steps before.
+        on_progress: Called after each model is built and after each step, with what has ended.
     """
     with gpu_world(next(iter(scenarios.values()))):
         for name, scenario in scenarios.items():
-            report(name, _time_variants(scenario, variants, repeats=repeats, warmup=warmup))
+            results = _time_variants(
+                scenario, variants, repeats=repeats, warmup=warmup, on_progress=on_progress
+            )
+            report(name, results)
             gc.collect()
             torch.cuda.empty_cache()
 
 
 def _time_variants(
-    scenario: Scenario, variants: Sequence[str], *, repeats: int, warmup: int
+    scenario: Scenario,
+    variants: Sequence[str],
+    *,
+    repeats: int,
+    warmup: int,
+    on_progress: Callable[[str], None],
 ) -> Results:
     jobs: dict[str, Job] = {}
     rest: dict[str, int] = {}
@@ -73,6 +91,7 @@ def _time_variants(
         jobs[name] = make_job(scenario, name)
         gc.collect()
         rest[name] = torch.cuda.memory_allocated() - before
+        on_progress(f"the making of {name}")
     times: dict[str, list[float]] = {name: [] for name in jobs}
     peaks: dict[str, int] = {}
     gc.collect()
@@ -81,6 +100,7 @@ def _time_variants(
         for repeat in range(warmup + repeats):
             for name, job in jobs.items():
                 elapsed, peak = _time_step(job, repeat)
+                on_progress(f"step {repeat} of {name}")
                 if repeat >= warmup:
                     times[name].append(elapsed)
                     peaks[name] = peak

@@ -26,14 +26,15 @@ def noted_collectives() -> Iterator[None]:
     as long as they agree on the calls.
     """
     numbers: Counter[str] = Counter()
+    ranks: dict[str, list[int]] = {}
     owner: Any = dist.ProcessGroup
     # What the class itself has, not what it inherits: that is what has to come back.
-    saved = {
-        name: vars(owner).get(name, _MISSING) for name in COLLECTIVES if hasattr(owner, name)
-    }
+    saved = {name: vars(owner).get(name, _MISSING) for name in COLLECTIVES if hasattr(owner, name)}
     try:
         for name in saved:
-            setattr(owner, name, _noted(getattr(owner, name), COLLECTIVES[name].kind, numbers))
+            setattr(
+                owner, name, _noted(getattr(owner, name), COLLECTIVES[name].kind, numbers, ranks)
+            )
         yield
     finally:
         for name, original in saved.items():
@@ -43,9 +44,13 @@ def noted_collectives() -> Iterator[None]:
                 delattr(owner, name)
 
 
-def _noted(original: Any, kind: str, numbers: Counter[str]) -> Callable[..., Any]:
+def _noted(
+    original: Any, kind: str, numbers: Counter[str], ranks: dict[str, list[int]]
+) -> Callable[..., Any]:
     def issue(self: Any, *args: Any, **kwargs: Any) -> Any:
         group = str(self.group_name)
+        if group not in ranks:
+            ranks[group] = dist.get_process_group_ranks(self)
         recorder = active_recorder()
         recorder.record(
             OpKind.COLLECTIVE,
@@ -53,7 +58,7 @@ def _noted(original: Any, kind: str, numbers: Counter[str]) -> Callable[..., Any
             n=numbers[group],
             kind=kind,
             unit=recorder.unit,
-            ranks=dist.get_process_group_ranks(self),
+            ranks=ranks[group],
         )
         numbers[group] += 1
         return original(self, *args, **kwargs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,6 +91,7 @@ def run_traces(
     num_warmup: int = 1,
     has_durations: bool = False,
     num_timed: int = 0,
+    on_progress: Callable[[str], None] = lambda _: None,
 ) -> dict[Path, TraceResult]:
     """Records every scenario on this rank, one after the other in one world of processes.
 
@@ -100,6 +101,7 @@ def run_traces(
             compile and choose kernels in the first one, and wait for the device meanwhile.
         has_durations: Also record when things were issued and run.
         num_timed: Steps to time with and without a record, by turns, after the trace is written.
+        on_progress: Called after each recorded step with what has ended.
     """
     results: dict[Path, TraceResult] = {}
     with gpu_world(next(iter(scenarios.values()))) as rank:
@@ -111,6 +113,7 @@ def run_traces(
                 num_warmup=num_warmup,
                 has_durations=has_durations,
                 num_timed=num_timed,
+                on_progress=on_progress,
             )
             gc.collect()
             torch.cuda.empty_cache()
@@ -125,6 +128,7 @@ def _record(
     num_warmup: int,
     has_durations: bool,
     num_timed: int,
+    on_progress: Callable[[str], None],
 ) -> TraceResult:
     from real.mcore.jobs import FsdpJob, run_job
 
@@ -140,7 +144,9 @@ def _record(
             job.forward_backward(0)
             job.clear_gradients()
         with _recorded(recorder):
-            output = run_job(job, scenario)
+            output = run_job(
+                job, scenario, on_step=lambda step: on_progress(f"step {step} of {out}")
+            )
         recorder.close()
     times = _time_steps(job, scenario, out, num_timed) if num_timed else (None, None)
     return TraceResult(

@@ -16,8 +16,8 @@ import faulthandler
 import os
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
@@ -25,8 +25,6 @@ from real.gpu.calls import noted_collectives
 from real.trace import OpKind, Recorder, recording
 from real.trace.recent import RecentSink, record_text
 
-DEFAULT_TIMEOUT_S: Final = 300.0
-DEFAULT_FOLDER: Final = Path("runs") / "standing"
 _STDERR: Final = 2
 _SPARE_S: Final = 5.0
 """How much later the timer that needs no Python fires."""
@@ -75,7 +73,7 @@ class Watchdog:
         self._thread.join()
         self._file.close()
         self._path.unlink(missing_ok=True)
-        if not any(self._path.parent.iterdir()):
+        with suppress(OSError):  # another rank's report is there, or the last rank was quicker
             self._path.parent.rmdir()
 
     def _watch(self) -> None:
@@ -117,11 +115,11 @@ def standing_lines(rank: int, recent: RecentSink) -> list[str]:
 
 @contextmanager
 def watched(
-    *, timeout_s: float, folder: Path = DEFAULT_FOLDER, has_records: bool = True
-) -> Iterator[Watchdog | None]:
-    """Watches this rank for the length of the block; yields None when `timeout_s` is 0.
+    *, timeout_s: float, folder: Path, has_records: bool = True
+) -> Iterator[Callable[[str], None]]:
+    """Watches this rank for the length of the block; yields what to call at each progress.
 
-    A failure inside leaves the report in place if there is one and is said by the caller.
+    A failure inside goes on with a note of where the rank stood.
 
     Args:
         timeout_s: Seconds without progress after which the process ends; 0 for no watch.
@@ -129,7 +127,7 @@ def watched(
         has_records: Keep the last records, and note collectives for them; else stacks only.
     """
     if not timeout_s:
-        yield None
+        yield lambda _: None
         return
     rank = int(os.environ.get("RANK", "0"))
     recent = RecentSink()
@@ -143,7 +141,7 @@ def watched(
         watchdog.start()
         stack.callback(watchdog.stop)
         try:
-            yield watchdog
+            yield watchdog.progress
         except Exception as error:
             error.add_note("\n".join(standing_lines(rank, recent)))
             raise
