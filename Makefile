@@ -1,6 +1,8 @@
 # Plain `make` lists the targets. Every target sets up .venv first, when it is missing or out of date.
 #
 # ARGS passes more flags to the command of sim-run, sim-test and gpu-test: make sim-test ARGS='-x -k clocks'
+# WHEELHOUSE names a folder of wheels (`make wheelhouse` fills one): set-up then asks no network, and
+# installs what a GPU run needs too.
 # PYTHON names the interpreter to build .venv with; without it .ci/find-python chooses.
 
 SHELL := bash
@@ -8,6 +10,11 @@ SHELL := bash
 
 # The last file that setting up writes, so a set-up that stopped half way starts over.
 STAMP := .venv/.installed
+INSTALL = $(if $(WHEELHOUSE),$(FROM_WHEELS),-e '.[dev]')
+# Without isolation: what builds the project itself comes from the same folder.
+FROM_WHEELS = --no-index --find-links $(WHEELHOUSE) 'setuptools>=77' wheel && \
+	.venv/bin/python -m pip install -qq --disable-pip-version-check --no-index \
+	--find-links $(WHEELHOUSE) --no-build-isolation -e '.[dev,gpu]'
 NO_GPU = { echo "gpu-test: expected at least one CUDA GPU $(1), found none." >&2; exit 2; }
 
 # The interpreter a finished and living .venv was built with; empty when there is none.
@@ -17,7 +24,8 @@ REBUILD := yes
 .PHONY: $(STAMP)
 endif
 
-.PHONY: help setup sim-run sim-test gpu-test bench check lint types format clean
+export GPUS NNODES WHEELHOUSE DRY_RUN
+.PHONY: help setup sim-run sim-test gpu-test wheelhouse bench check lint types format clean
 
 ## help: print this list
 help:
@@ -34,12 +42,15 @@ sim-run: $(STAMP)
 sim-test: $(STAMP)
 	.venv/bin/python -m pytest -m 'not gpu' $(ARGS)
 
-## gpu-test: run the tests that need a GPU; fails on a machine without one
+## gpu-test: run what needs GPUs, on GPUS of them and NNODES machines; fails without one
 gpu-test:
-	@ls /dev/nvidia[0-9]* /dev/dxg 2>/dev/null | grep -q . || $(call NO_GPU,on this machine)
+	@test -n "$$DRY_RUN" || ls /dev/nvidia[0-9]* /dev/dxg 2>/dev/null | grep -q . || $(call NO_GPU,on this machine)
 	@$(MAKE) -s --no-print-directory setup
-	@.venv/bin/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || $(call NO_GPU,that torch can use)
-	.venv/bin/python -m pytest -m gpu $(ARGS)
+	@.ci/gpu-test $(ARGS)
+
+## wheelhouse: collect all wheels for a GPU machine without a network (WHEELHOUSE=folder)
+wheelhouse: $(STAMP)
+	@.ci/wheelhouse
 
 ## bench: measure speed beside peers, one JSON line a figure
 bench: $(STAMP)
@@ -73,4 +84,4 @@ ifdef REBUILD
 	@python=$$(.ci/find-python) && rm -rf .venv && "$$python" -m venv .venv && echo "$$python" >.venv/.built-with
 endif
 	@rm -f $@; echo "Setting up .venv ($$(cat .venv/.built-with)): some minutes when torch is new to it, about 5.5 GB with CUDA."
-	@.venv/bin/python -m pip install -qq --disable-pip-version-check -e '.[dev]' && touch $@
+	@.venv/bin/python -m pip install -qq --disable-pip-version-check $(INSTALL) && touch $@

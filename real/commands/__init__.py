@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from typing import Any, Final, Protocol
 
-from real.commands import bench, calibrate, parity, trace
+from real.commands import bench, calibrate, parity, preflight, trace
 
 Subparsers = Any  # argparse gives the class no public name
 
@@ -26,6 +26,7 @@ class Command(Protocol):
 
 
 COMMANDS: Final[dict[str, Command]] = {
+    "preflight": preflight,
     "parity": parity,
     "trace": trace,
     "bench": bench,

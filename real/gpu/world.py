@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import metadata, util
 
 import torch
 
 from real.config import Scenario, ScenarioError
+from real.gpu.preflight import missing_gpus, missing_packages
 
 
 class Unready(RuntimeError):
@@ -22,11 +22,9 @@ def preflight(scenario: Scenario) -> None:
     Raises:
         Unready: Something is missing.
     """
-    missing = []
+    missing: list[str] = []
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if num_gpus < local_size:
-        missing.append(f"expected {local_size} CUDA GPU(s) on this machine, found {num_gpus}")
+    missing += missing_gpus(local_size)
     if "RANK" not in os.environ or "MASTER_ADDR" not in os.environ:
         missing.append("expected a launch by torchrun (RANK and MASTER_ADDR set), got none")
     elif int(os.environ["WORLD_SIZE"]) != scenario.world_size:
@@ -34,13 +32,7 @@ def preflight(scenario: Scenario) -> None:
             f"expected {scenario.world_size} processes (world-size), "
             f"got {os.environ['WORLD_SIZE']} of torchrun"
         )
-    if scenario.transformer_impl == "transformer_engine":
-        if util.find_spec("transformer_engine") is None:
-            missing.append("expected Transformer Engine (extra 'gpu'), found none")
-        else:
-            version = metadata.version("transformer-engine-torch")
-            if int(version.split(".")[0]) < 2:
-                missing.append(f"expected Transformer Engine 2 or newer, found {version}")
+    missing += missing_packages(has_te=scenario.transformer_impl == "transformer_engine")
     if missing:
         raise Unready("; ".join(missing) + ".")
 

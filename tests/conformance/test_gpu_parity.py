@@ -15,12 +15,9 @@ RUNS = {
     "delayed wgrad": [],
     "no delayed wgrad": ["--no-delay-wgrad-compute"],
     "clipping": ["--clip-grad", "0.2"],
+    "plain reference": ["--reference", "ddp"],
     "three layers, prefetch both": ["--num-layers", "3", "--prefetch", "both"],
-    "plain schedule, our hooks": [
-        "--no-overlap-moe-expert-parallel-comm",
-        "--no-delay-wgrad-compute",
-        "--fine-grained-hooks",
-    ],
+    "plain schedule, our hooks": ["--schedule", "plain", "--fine-grained-hooks"],
 }
 
 
