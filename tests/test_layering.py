@@ -178,7 +178,7 @@ def foreign_private_names(path: Path) -> Iterator[tuple[int, str]]:
         if isinstance(node, ast.ImportFrom) and not within(node.module or "", "torch"):
             yield from ((node.lineno, a.name) for a in node.names if is_private(a.name))
         elif isinstance(node, ast.Attribute) and is_private(node.attr):
-            if root_of(node.value) not in ("self", "cls", "torch") and node.attr not in own:
+            if root_of(node.value) not in ("self", "cls", "torch", "os") and node.attr not in own:
                 yield node.lineno, node.attr
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             if node.func.id in ("getattr", "setattr", "hasattr", "delattr"):
