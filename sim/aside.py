@@ -46,6 +46,10 @@ class Aside:
         sender.close()
         os.close(lifeline)
 
+    def fileno(self) -> int:
+        """Returns what can be read when the result is there, for those who wait for several."""
+        return self._receiver.fileno()
+
     def result(self) -> Any:
         """Waits and returns what the function returned.
 

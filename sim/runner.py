@@ -18,12 +18,13 @@ from real.trace import JsonlSink, Sink, Trace, trace_path
 from real.trace.recorder import Record
 from sim.aside import Aside, can_fork
 from sim.checks import check_numerics, check_traces, declared_units
+from sim.fuzz.findings import check_stalled
 from sim.megatron import megatron_on_fake_cuda, rank_state
 from sim.rank import run_rank
 
 if TYPE_CHECKING:
     from real.mcore.jobs import JobOutput
-    from sim.world.faults import Fault
+    from sim.faults import Fault
 
 Progress = Callable[[str], None]
 
@@ -86,7 +87,7 @@ def run_in_process(
         sinks: Where each rank's records go; none to count them only.
         out: The folder that the sinks write to, for the result.
         replay: The command that repeats this run, for messages.
-        faults: Disturbances of the scenario's collectives.
+        faults: Disturbances of the scenario; stalls need kernels.
         progress: Shown one line of text now and then.
         records_kernels: Also record kernels with the storages that they read and write.
         kernel_steps: Only in these steps; None records all.
@@ -94,7 +95,7 @@ def run_in_process(
         references: What `run_reference` gave for this scenario; None runs it beside.
 
     Raises:
-        WorldError: A rank failed or the ranks do not agree.
+        WorldError: A rank failed, the ranks do not agree, or a fault never came up.
     """
     steps = range(scenario.train_iters) if kernel_steps is None else kernel_steps
     kept = [_KeepingSink(sink) for sink in sinks or [None] * scenario.world_size]
@@ -138,6 +139,7 @@ def run_in_process(
             trace=out,
         )
         violations += check_numerics(outputs, references, units=declared_units(traces[0]))
+        violations += check_stalled(traces, faults)
     return dataclasses.replace(result, violations=tuple(str(v) for v in violations))
 
 

@@ -18,6 +18,8 @@ MEGATRON_FREE = {"real.mcore", "real.mcore.consumers", "real.mcore.validate", "r
 DOCUMENTED_EXCEPTIONS = {
     # Megatron gives the base class of its data-parallel wrappers no public name.
     ("real/mcore/schedule.py", "_BaseDataParallel"),
+    # Torch gives the identity of a storage no public name.
+    ("real/gpu/recorder.py", "_cdata"),
 }
 
 

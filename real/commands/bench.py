@@ -10,7 +10,7 @@ from typing import Any
 from real.commands.common import CONFIGS, add_scenario, fail, is_first_rank, scenario_of
 from real.config import Scenario, load_scenario
 from real.flags import scenario_overrides
-from real.gpu.variants import MAIN_VARIANTS, VARIANTS
+from real.variants import MAIN_VARIANTS, VARIANTS
 
 GRID = CONFIGS / "grid"
 

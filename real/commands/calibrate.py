@@ -30,9 +30,12 @@ def run(arguments: argparse.Namespace) -> int:
         if is_first_rank() and not arguments.json:
             print(f"measuring: {part}", flush=True)
 
-    results = run_calibration(scenario, report=report)
+    def save(results: dict[str, Any]) -> None:
+        if is_first_rank():
+            arguments.out.write_text(json.dumps(results, separators=(",", ":")) + "\n")
+
+    results = run_calibration(scenario, report=report, save=save)
     if is_first_rank():
-        arguments.out.write_text(json.dumps(results, indent=1) + "\n")
         summary = {"out": str(arguments.out), "wall_s": results["wall_s"]}
         summary |= {"seconds": results["seconds"], "errors": results["errors"]}
         if arguments.json:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from real.config import Scenario
-from real.gpu.variants import make_job
+from real.gpu.jobs import make_job
 from real.gpu.world import gpu_world
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def run_bench(
 
     Args:
         scenario: What is varied.
-        variants: Names of `real.gpu.variants.VARIANTS`.
+        variants: Names of `real.variants.VARIANTS`.
         repeats: Timed steps of each variant.
         warmup: Steps before.
     """
@@ -50,7 +50,7 @@ def run_grid(
 
     Args:
         scenarios: By name.
-        variants: Names of `real.gpu.variants.VARIANTS`.
+        variants: Names of `real.variants.VARIANTS`.
         repeats: Timed steps of each variant.
         report: Gets the results of each scenario as soon as they are there.
         warmup: Steps before.

@@ -21,7 +21,12 @@ FORMAT: Final = 1
 PROFILED: Final = ("no_fsdp_plain", "no_fsdp_combined", "mfsdp_combined")
 
 
-def run_calibration(scenario: Scenario, *, report: Callable[[str], None]) -> dict[str, Any]:
+def run_calibration(
+    scenario: Scenario,
+    *,
+    report: Callable[[str], None],
+    save: Callable[[dict[str, Any]], None],
+) -> dict[str, Any]:
     """Measures this machine on all ranks and returns this rank's results.
 
     A part that fails is left out, and what went wrong is under "errors": the rest is still of use.
@@ -29,6 +34,7 @@ def run_calibration(scenario: Scenario, *, report: Callable[[str], None]) -> dic
     Args:
         scenario: Its layer spec and parallel sizes are those of the small models that are timed.
         report: Told what is measured next.
+        save: Given what there is after each part, in case that a later one never ends.
     """
     started = time.perf_counter()
     results: dict[str, Any] = {"format": FORMAT, "machine": _machine(), "errors": {}}
@@ -44,9 +50,9 @@ def run_calibration(scenario: Scenario, *, report: Callable[[str], None]) -> dic
             "small": lambda: small["2 layers"].as_dict(),
             "calls": lambda: host.time_calls(device),
             "collective_calls": lambda: host.time_collective_calls(device),
+            "kernels": lambda: list(kernels.time_kernels(device, kernels.Sizes())),
             "collectives": lambda: list(links.time_collectives(device)),
             "contention": lambda: links.time_contention(device),
-            "kernels": lambda: list(kernels.time_kernels(device, kernels.Sizes())),
             "profiled": lambda: profiled.as_dict(),
             "profiles": lambda: {name: profiles.profile_nodes(profiled, name) for name in PROFILED},
         }
@@ -60,7 +66,8 @@ def run_calibration(scenario: Scenario, *, report: Callable[[str], None]) -> dic
             torch.cuda.empty_cache()
             dist.barrier()
             results.setdefault("seconds", {})[name] = round(time.perf_counter() - begun, 1)
-    results["wall_s"] = round(time.perf_counter() - started, 1)
+            results["wall_s"] = round(time.perf_counter() - started, 1)
+            save(results)
     return results
 
 

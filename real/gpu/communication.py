@@ -7,7 +7,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from real.gpu.recorder import silent, speaking
+from real.gpu.recorder import speaking
 
 
 class _Collective(NamedTuple):
@@ -84,8 +84,7 @@ def _collective(spec: _Collective) -> Callable[[Any], Callable[..., Any]]:
             # An asynchronous call runs on a stream of the communicator's own, out of reach.
             times = None if is_async or is_joined else recorder.times
             span = None if times is None else times.begin(recorder)
-            with silent(recorder):
-                work = original(self, *args, **kwargs)
+            work = recorder.unheard(original, self, *args, **kwargs)
             if times is not None and span is not None:
                 times.end(recorder, span)
             if is_joined:

@@ -113,18 +113,18 @@ class DeviceTimes:
 
     def resolve(self, recorder: GpuRecorder) -> None:
         """Waits for the device, fills in the times of all work so far and hands the records on."""
-        from real.gpu.recorder import silent
+        recorder.unheard(self._resolve)
 
-        with silent(recorder):
-            torch.cuda.synchronize()
-            for span in self._spans:
-                for field, event in (("start_ns", span.start), ("end_ns", span.end)):
-                    after_base_ms = self._base.elapsed_time(event)
-                    span.record[field] = self._base_ns + int(after_base_ms * _NS_PER_MS)
-                    self._unused.append(event)
-            self._spans = []
-            self._sink.flush()
-            self._rebase()
+    def _resolve(self) -> None:
+        torch.cuda.synchronize()
+        for span in self._spans:
+            for field, event in (("start_ns", span.start), ("end_ns", span.end)):
+                after_base_ms = self._base.elapsed_time(event)
+                span.record[field] = self._base_ns + int(after_base_ms * _NS_PER_MS)
+                self._unused.append(event)
+        self._spans = []
+        self._sink.flush()
+        self._rebase()
 
     def _rebase(self) -> None:
         # Elapsed time is a float of milliseconds: the nearer the base, the finer.
@@ -134,9 +134,6 @@ class DeviceTimes:
 
     def _mark(self, recorder: GpuRecorder, stream: Any) -> Any:
         """Records a timing event on a stream, and nothing in the trace."""
-        from real.gpu.recorder import silent
-
         event = self._unused.pop() if self._unused else torch.cuda.Event(enable_timing=True)
-        with silent(recorder):
-            event.record(stream)
+        recorder.unheard(event.record, stream)
         return event

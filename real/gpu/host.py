@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 
 from real.config import Scenario
+from real.gpu.jobs import make_job
 from real.gpu.measure import host_us, wait
-from real.gpu.variants import MAIN_VARIANTS, make_job
+from real.variants import MAIN_VARIANTS
 
 SMALL: Final[dict[str, object]] = {
     "hidden_size": 256,
@@ -190,6 +191,7 @@ def _watched(job: Any, watch: Stopwatch) -> Iterator[None]:
         )
         stack.enter_context(internals.watched_layers(job.model.module, begin, end))
         stack.enter_context(internals.watched_backwards(begin, end))
+        stack.enter_context(internals.watched_finalize(job.model.config, begin, end))
         stack.enter_context(internals.watched_units(begin, end))
         yield
 
@@ -198,7 +200,7 @@ def time_nodes(
     scenario: Scenario,
     variants: Sequence[str] = MAIN_VARIANTS,
     *,
-    repeats: int = 8,
+    repeats: int = 6,
     synchronize: Callable[[], None] = torch.cuda.synchronize,
 ) -> dict[str, Any]:
     """Returns what the host spends on the parts of a step, by variant.
@@ -207,7 +209,7 @@ def time_nodes(
 
     Args:
         scenario: A small one.
-        variants: Names of `real.gpu.variants.VARIANTS`.
+        variants: Names of `real.variants.VARIANTS`.
         repeats: Timed steps of each kind.
         synchronize: Waits for the device.
     """

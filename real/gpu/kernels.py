@@ -436,6 +436,33 @@ def _router(device: torch.device, sizes: Sizes) -> Iterator[Case]:
             run=lambda m: torch.sort(m, descending=True, stable=True),
         )
         yield Case(name="sum", inputs=scores, run=lambda s: s.sum(dim=0))
+        yield from _chosen_scores(device, tokens, experts)
+
+
+def _chosen_scores(device: torch.device, tokens: int, experts: int) -> Iterator[Case]:
+    """Takes the scores of the chosen experts out of all scores, and puts gradients back."""
+
+    def choice() -> torch.Tensor:
+        return torch.randperm(experts * tokens, device=device)[: 2 * tokens]
+
+    def everyone() -> torch.Tensor:
+        return _random(device, experts * tokens)
+
+    yield Case(name="index", inputs=lambda: (everyone(), choice()), run=lambda a, i: a[i])
+    yield Case(
+        name="index_put",
+        inputs=lambda: (everyone(), choice(), _random(device, 2 * tokens)),
+        run=lambda a, i, values: torch.ops.aten.index_put(a, [i], values, True),
+    )
+    yield Case(
+        name="scatter",
+        inputs=lambda: (
+            _random(device, tokens, experts),
+            torch.randint(experts, (tokens, 2), device=device),
+            _random(device, tokens, 2),
+        ),
+        run=lambda a, i, values: a.scatter(1, i, values),
+    )
 
 
 def _output_layer(device: torch.device, sizes: Sizes) -> Iterator[Case]:

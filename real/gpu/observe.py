@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from real.gpu import communication
-from real.gpu.recorder import GpuRecorder, silent, speaking
+from real.gpu.recorder import GpuRecorder, speaking
 from real.trace import OpKind, recording
 
 _MISSING: Final = object()
@@ -35,8 +35,7 @@ def _wait_stream(original: Any) -> Callable[..., Any]:
             return original(self, stream)
         on = recorder.stream_number(stream.stream_id)
         recorder.record(OpKind.STREAM_WAIT, stream=self.stream_id, on=on)
-        with silent(recorder):
-            return original(self, stream)
+        return recorder.unheard(original, self, stream)
 
     return wait_stream
 
@@ -59,8 +58,7 @@ def _event_record(original: Any) -> Callable[..., Any]:
             return original(self, stream)
         stream = torch.cuda.current_stream() if stream is None else stream
         recorder.event_record(self, stream.stream_id)
-        with silent(recorder):
-            return original(self, stream)
+        return recorder.unheard(original, self, stream)
 
     return record
 
@@ -75,8 +73,7 @@ def _event_wait(original: Any) -> Callable[..., Any]:
         recorder.record(
             OpKind.EVENT_WAIT, stream=stream.stream_id, event=mark.number, record=mark.newest
         )
-        with silent(recorder):
-            result = original(self, stream)
+        result = recorder.unheard(original, self, stream)
         if recorder.times is not None:
             recorder.times.waited(recorder, stream)
         return result
@@ -93,8 +90,7 @@ def _wait_event(original: Any) -> Callable[..., Any]:
         recorder.record(
             OpKind.EVENT_WAIT, stream=self.stream_id, event=mark.number, record=mark.newest
         )
-        with silent(recorder):
-            result = original(self, event)
+        result = recorder.unheard(original, self, event)
         if recorder.times is not None:
             recorder.times.waited(recorder, self)
         return result

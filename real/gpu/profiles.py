@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from real.config import Scenario
-from real.gpu.variants import make_job
+from real.gpu.jobs import make_job
 
 
 def profile_nodes(scenario: Scenario, variant: str) -> dict[str, Any]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -86,6 +85,17 @@ class GpuRecorder(Recorder):
             self.times.resolve(self)
         super().close()
 
+    def unheard(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Makes a call in which the wrappers write nothing, and returns its result.
+
+        Not a context manager: this runs once a record, and a generator takes longer than the rest.
+        """
+        was_silent, self.is_silent = self.is_silent, True
+        try:
+            return call(*args, **kwargs)
+        finally:
+            self.is_silent = was_silent
+
     def stream_number(self, stream_id: Any) -> int:
         """Returns the number of a stream by torch's id; a new one is recorded."""
         number = self._streams.get(stream_id)
@@ -110,7 +120,7 @@ class GpuRecorder(Recorder):
         """Notes that a stream records an event."""
         mark = self.event_mark(event)
         seq = self.record(OpKind.EVENT_RECORD, stream=stream_id, event=mark.number)
-        setattr(event, _MARK, mark._replace(newest=seq))
+        setattr(event, _MARK, _EventMark(self, mark.number, seq))
 
     # -- storages ---------------------------------------------------------------------------
 
@@ -226,13 +236,3 @@ def speaking() -> GpuRecorder | None:
     if isinstance(recorder, GpuRecorder) and not recorder.is_silent:
         return recorder
     return None
-
-
-@contextmanager
-def silent(recorder: GpuRecorder) -> Iterator[None]:
-    """Keeps the wrappers from writing for the length of the block."""
-    was_silent, recorder.is_silent = recorder.is_silent, True
-    try:
-        yield
-    finally:
-        recorder.is_silent = was_silent

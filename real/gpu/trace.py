@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ from real.gpu.durations import DeviceTimes, HoldingSink
 from real.gpu.observe import observed
 from real.gpu.recorder import GpuRecorder
 from real.gpu.world import gpu_world
-from real.trace import JsonlSink, trace_path
+from real.trace import JsonlSink, OpKind, trace_path
 
 if TYPE_CHECKING:
     from real.mcore.jobs import Job
@@ -91,7 +91,6 @@ def run_traces(
     num_warmup: int = 1,
     has_durations: bool = False,
     num_timed: int = 0,
-    progress: Callable[[str], None] = lambda _: None,
 ) -> dict[Path, TraceResult]:
     """Records every scenario on this rank, one after the other in one world of processes.
 
@@ -101,12 +100,10 @@ def run_traces(
             compile and choose kernels in the first one, and wait for the device meanwhile.
         has_durations: Also record when things were issued and run.
         num_timed: Steps to time with and without a record, by turns, after the trace is written.
-        progress: Told what begins.
     """
     results: dict[Path, TraceResult] = {}
     with gpu_world(next(iter(scenarios.values()))) as rank:
         for out, scenario in scenarios.items():
-            progress(f"{out}: {scenario.train_iters} steps")
             results[out] = _record(
                 scenario,
                 out,
@@ -138,6 +135,7 @@ def _record(
         recorder.header(rank=rank, world_size=scenario.world_size, scenario=scenario.as_dict())
         with _recorded(recorder):
             job = FsdpJob(scenario)
+            name_storages(recorder, job.model.module)
         for _ in range(num_warmup):
             job.forward_backward(0)
             job.clear_gradients()
@@ -152,6 +150,15 @@ def _record(
         plain_ms=times[0],
         recorded_ms=times[1],
     )
+
+
+def name_storages(recorder: GpuRecorder, root: torch.nn.Module) -> None:
+    """Names the buffers of every unit in the trace, as "decoder.layers.0:full weight"."""
+    from real.mcore import internals
+
+    for unit, kind, storage in internals.unit_storages(root):
+        number = recorder.storage_number(storage)
+        recorder.record(OpKind.NAME, storage=number, name=f"{unit}:{kind}")
 
 
 def _recorder(file: JsonlSink, *, has_durations: bool) -> GpuRecorder:

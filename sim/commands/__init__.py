@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any, Final, Protocol
 
-from sim.commands import bench, check, diff, mutants, run, time, whatif
+from sim.commands import accuracy, bench, cases, check, diff, fit, fuzz, mutants, run, time, whatif
 
 Subparsers = Any  # argparse gives the class no public name
 
@@ -35,9 +35,13 @@ COMMANDS: Final[dict[str, Command]] = {
     "run": run,
     "check": check,
     "diff": diff,
+    "fuzz": fuzz,
+    "cases": cases,
     "mutants": mutants,
     "time": time,
     "whatif": whatif,
+    "accuracy": accuracy,
     "bench": bench,
+    "fit": fit,
 }
 """All commands by name, in the order in which help lists them."""

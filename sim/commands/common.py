@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
+from real.config import Scenario, ScenarioError
 from real.flags import BAD_INPUT
+from sim.faults import Fault, FaultError, parse_fault
+from sim.faults.text import describe_kinds
 
 FIXTURES: Final = Path(__file__).parent.parent.parent / "fixtures"
 DEFAULT_SCENARIO: Final = FIXTURES / "configs" / "default.toml"
@@ -23,6 +27,31 @@ def fail(message: str) -> int:
     """Says in one line what is wrong with the input and returns the exit status."""
     print(f"sim: {message}", file=sys.stderr)
     return BAD_INPUT
+
+
+def add_fault_flag(parser: argparse.ArgumentParser) -> None:
+    """Adds the flag that disturbs a run."""
+    kinds = "; ".join(describe_kinds().splitlines())
+    parser.add_argument(
+        "--fault",
+        action="append",
+        default=[],
+        metavar="FAULT",
+        help="disturb a run; may be given again. A name and KEY=VALUE words, those in brackets "
+        f"may be left out: {kinds}",
+    )
+
+
+def faults_of(arguments: argparse.Namespace, scenario: Scenario) -> tuple[Fault, ...]:
+    """Returns the faults given as flags.
+
+    Raises:
+        ScenarioError: A fault that cannot be understood.
+    """
+    try:
+        return tuple(parse_fault(text, scenario.world_size) for text in arguments.fault)
+    except FaultError as error:
+        raise ScenarioError(str(error)) from None
 
 
 def no_progress(text: str) -> None:

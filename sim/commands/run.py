@@ -17,10 +17,13 @@ from sim.commands.common import (
     DEFAULT_SCENARIO,
     DIFFERS,
     Progress,
+    add_fault_flag,
     fail,
+    faults_of,
     no_progress,
     progress_line,
 )
+from sim.faults import needs_kernels
 
 
 def add(commands: Any) -> None:
@@ -64,6 +67,7 @@ def add(commands: Any) -> None:
         action="store_true",
         help="with --shapes-only: the model without FSDP, under the scenario's schedule",
     )
+    add_fault_flag(run)
     run.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -75,6 +79,11 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     if not 1.0 <= arguments.routing_imbalance < 2.0:
         got = arguments.routing_imbalance
         return fail(f"Expected a --routing-imbalance of at least 1 and below 2, got {got}.")
+    faults = faults_of(arguments, scenario)
+    if faults and arguments.world == "gloo":
+        return fail("Expected --world inprocess with --fault, got gloo.")
+    if faults and arguments.shapes_only:
+        return fail("Expected --fault without --shapes-only: nothing is compared there.")
     out = arguments.out or Path("runs") / arguments.scenario.stem
     replay = f"python -m sim {shlex.join(argv)}"
     # Imported late: bad input is answered before torch and Megatron load.
@@ -90,7 +99,8 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     from sim.runner import open_sinks, run_in_process
     from sim.world.world import WorldError
 
-    kernel_steps = None if arguments.kernels == "all" else [min(1, scenario.train_iters - 1)]
+    kernels = "all" if any(map(needs_kernels, faults)) else arguments.kernels
+    kernel_steps = None if kernels == "all" else [min(1, scenario.train_iters - 1)]
     progress = progress_line() if not arguments.json else no_progress
     if arguments.shapes_only:
         return _run_for_shapes(scenario, arguments, out, replay, progress)
@@ -106,8 +116,9 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
                 sinks=open_sinks(out, scenario.world_size),
                 out=out,
                 replay=replay,
+                faults=faults,
                 progress=progress,
-                records_kernels=arguments.kernels != "none",
+                records_kernels=kernels != "none",
                 kernel_steps=kernel_steps,
                 records_shapes=arguments.shapes,
             )

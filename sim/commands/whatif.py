@@ -16,7 +16,7 @@ from sim.timing.costfile import CostError, load_cluster
 from sim.timing.plot import PlotError, check_plot, draw
 from sim.timing.program import ReplayError
 from sim.timing.variants import KNOBS, KnobError, Part, parse_setting
-from sim.timing.whatif import Grid, table, what_if
+from sim.timing.whatif import Grid, band_line, table, what_if
 
 _BAR = 24
 
@@ -91,6 +91,7 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
         )
         return 0
     print(table(rows))
+    print(band_line(grid.cluster))
     if arguments.plot is not None:
         print(f"plot: {arguments.plot}")
     print(f"{len(rows)} variants in {wall_s:.1f} s")

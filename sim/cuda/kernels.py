@@ -119,10 +119,17 @@ class KernelRecorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        result = func(*args, **kwargs) if kwargs else func(*args)
         signature = self._signatures.get(func)
         if signature is None:
             signature = self._signatures[func] = _read_signature(func)
+        try:
+            result = func(*args, **kwargs) if kwargs else func(*args)
+        except RuntimeError:
+            # It has asked for its inputs all the same: a check can say what was wrong with them.
+            asked_for: list[torch.Tensor] = []
+            _collect([*args, *(kwargs or {}).values()], asked_for)
+            self._record(signature, asked_for, [], [])
+            raise
         if signature.is_view:
             return result
         reads: list[torch.Tensor] = []

@@ -131,6 +131,7 @@ class Event:
         self._device = active_device()
         self.event_id = self._device.new_event_id()
         self._newest_record: int | None = None
+        self._newest_stream: Stream | None = None
 
     @property
     def device(self) -> torch.device:
@@ -145,6 +146,7 @@ class Event:
     def record(self, stream: Stream | None = None) -> None:
         """Marks what `stream`, or the current stream, has queued so far."""
         stream = self._device.current_stream() if stream is None else stream
+        self._newest_stream = stream
         self._newest_record = self._device.recorder.record(
             OpKind.EVENT_RECORD, stream=stream.stream_id, event=self.event_id
         )

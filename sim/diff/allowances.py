@@ -43,8 +43,8 @@ NUMBERS: Final = Allowance(
     "they are made. Streams are compared by role, groups by their ranks.",
 )
 KERNELS: Final = Allowance(
-    name="kernels and their storages (kernel, allocate, free, name)",
-    reason="They are recorded on request, and Transformer Engine's own kernels on no GPU.",
+    name="kernels, their storages and host waits (kernel, allocate, free, name)",
+    reason="They are recorded on request, and not on a GPU.",
 )
 VERSIONS: Final = Allowance(
     name="version counters of full weights (weight_version)",

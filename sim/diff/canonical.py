@@ -72,9 +72,18 @@ class CanonicalTrace:
 def canonical(trace: Trace) -> CanonicalTrace:
     """Returns the canonical form of one rank's trace."""
     writer = _Writer(trace)
-    for record in trace.records:
-        writer.add(record)
+    for record, following in zip(trace.records, [*trace.records[1:], {"op": ""}], strict=True):
+        if _is_value_read(record, following):
+            writer.left_out[KERNELS] += 1
+        else:
+            writer.add(record)
     return CanonicalTrace(rank=trace.rank, lines=writer.lines, left_out=writer.left_out)
+
+
+def _is_value_read(record: Record, following: Record) -> bool:
+    """Whether a host wait belongs to the kernel after it, which copies a value to the host."""
+    is_wait, is_kernel = record["op"] == OpKind.HOST_SYNC, following["op"] == OpKind.KERNEL
+    return is_wait and is_kernel and bool(following["name"] == "_local_scalar_dense")
 
 
 def canonical_text(trace: Trace) -> str:

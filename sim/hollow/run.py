@@ -47,6 +47,8 @@ class ShapesRun:
         routing: Chooses experts.
         is_hollow: Leave arithmetic out; False to compare with a run that does it.
         real_floats: Largest number of elements of a floating-point tensor with values.
+        marks_units: Also record begin and end of MFSDP's own work on a unit, as nodes such as
+            "unshard gathered": for the calibration of host times.
     """
 
     is_reference: bool = False
@@ -54,6 +56,7 @@ class ShapesRun:
     routing: Routing = field(default_factory=Routing)
     is_hollow: bool = True
     real_floats: int = REAL_FLOATS
+    marks_units: bool = False
 
 
 def run_for_shapes(
@@ -102,6 +105,8 @@ def run_for_shapes(
         stack.enter_context(internals.watched_backwards(_begin, _end))
         if not (scenario.overlap_moe_expert_parallel_comm or scenario.fine_grained_hooks):
             stack.enter_context(internals.watched_units(_record_unit, lambda *_: None))
+        if options.marks_units:
+            stack.enter_context(internals.watched_units(_begin, _end))
         counts = world.run(body)
         wall_s = time.perf_counter() - started
     return ShapesResult(num_records=sum(counts), wall_s=wall_s, trace=out)
@@ -125,6 +130,7 @@ def _run_rank(
         initialize_parallel(scenario)
         job = _make_job(scenario, options)
         stack.enter_context(internals.watched_layers(job.model.module, _begin, _end))
+        stack.enter_context(internals.watched_finalize(job.model.config, _begin, _end))
         stack.enter_context(ShapeRecorder(device))
         for step in range(options.steps):
             recorder.begin_step(step)
@@ -138,13 +144,13 @@ def _run_rank(
     return num_records
 
 
-def _begin(name: str, direction: str) -> None:
-    """Records a layer or a backward of the plain schedule as a node."""
+def _begin(name: str, direction: str, unit: str | None = None) -> None:
+    """Records a layer or a backward of the plain schedule, or work on a unit, as a node."""
     active_recorder().record(
         OpKind.NODE,
         name=name,
         direction=direction,
-        layer=None,
+        layer=unit,
         microbatch=None,
         chunk=0,
         phase=None,
@@ -152,7 +158,7 @@ def _begin(name: str, direction: str) -> None:
     )
 
 
-def _end(name: str, direction: str) -> None:
+def _end(name: str, direction: str, unit: str | None = None) -> None:
     active_recorder().record(OpKind.NODE_END, name=name, direction=direction)
 
 

@@ -149,6 +149,7 @@ class UnfusedDotProductAttention(torch.nn.Module):
         scores = torch.baddbmm(
             room, query, key.transpose(1, 2), beta=0.0, alpha=self.softmax_scale
         ).view(batch, heads, seqlen_q, seqlen_kv)
+        del room
         if core_attention_bias is not None:
             scores = (scores + core_attention_bias).to(query.dtype)
         probabilities = self.scale_mask_softmax(scores, mask, mask_type)

@@ -118,6 +118,26 @@ class _Device:
                 self.busy += elapsed
             self.updated = now
 
+    def enter(self, now: int, ns: int) -> float:
+        """Adds a kernel and returns the service at which it ends."""
+        if self.targets:
+            self.advance(now)
+            target = self.service + ns
+            self.targets.append(target)
+            self.set_rate()
+        else:
+            self.updated = now
+            target = self.service + ns
+            self.targets.append(target)
+            self.rate = 1.0 / self.factor if self.num_collectives else 1.0
+        return target
+
+    def leave(self, target: float) -> None:
+        """Takes a kernel away that has ended."""
+        self.targets.remove(target)
+        if self.targets:
+            self.set_rate()
+
     def set_rate(self) -> None:
         num = len(self.targets)
         rate = 1.0 / num if num > 1 else 1.0
@@ -166,7 +186,8 @@ class Engine:
 
     def __init__(self, program: Program) -> None:
         self._program = program
-        self._env = simpy.Environment()
+        # `_now` is `now` without the call; the property is half of the cost of reading it.
+        self._env: Any = simpy.Environment()
         factor = program.compute_slowdown
         self._lost = 1.0 - 1.0 / program.communication_slowdown
         self._devices = {each.rank: _Device(factor) for each in program.ranks}
@@ -207,20 +228,20 @@ class Engine:
     def _host(self, device: _Device, segments: list[Segment], times: RankTimes) -> Process:
         env, marks = self._env, device.marks
         for segment in segments:
-            device.bases.append(int(env.now))
+            device.bases.append(env._now)
             begun, device.segment_begun = device.segment_begun, None
             if begun is not None:
                 begun.succeed()
             if segment.host_ns:
                 yield env.timeout(segment.host_ns)
-            device.host_ends.append(int(env.now))
+            device.host_ends.append(env._now)
             for mark in segment.waits:
                 state = marks.get(mark)
                 if state is not True:
                     if state is None:
                         state = marks[mark] = Event(env)
                     yield state
-        times.end = int(env.now)
+        times.end = env._now
 
     def _stream(
         self, device: _Device, ops: list[Op], starts: list[int], ends: list[int]
@@ -232,7 +253,6 @@ class Engine:
         """
         env, marks, bases = self._env, device.marks, device.bases
         timeout, transfers = env.timeout, self._transfers
-        advance, targets = device.advance, device.targets
         is_slowed = device.factor != 1.0
         for kind, segment, offset, argument, _ in ops:
             if kind <= COLLECTIVE:
@@ -240,39 +260,33 @@ class Engine:
                     if device.segment_begun is None:
                         device.segment_begun = Event(env)
                     yield device.segment_begun
-                now: int = env.now  # type: ignore[assignment]
-                late = bases[segment] + offset - now
+                late = bases[segment] + offset - env._now
                 if late > 0:
                     yield timeout(late)
-                    now = env.now  # type: ignore[assignment]
+                now = env._now
                 starts.append(now)
                 if kind == KERNEL:
-                    advance(now)
-                    target = device.service + argument
-                    targets.append(target)
-                    device.set_rate()
-                    wait = argument if len(targets) == 1 else device.earliest(target)
+                    target = device.enter(now, argument)
+                    wait = argument if len(device.targets) == 1 else device.earliest(target)
                     while True:
                         yield timeout(wait)
-                        advance(env.now)  # type: ignore[arg-type]
+                        device.advance(env._now)
                         if target - device.service < _HALF:
                             break
                         wait = device.earliest(target)
-                    targets.remove(target)
-                    device.set_rate()
+                    device.leave(target)
                 else:
                     transfer = transfers[argument]
                     if is_slowed:
-                        advance(now)
+                        device.advance(now)
                         device.num_collectives += 1
                         device.set_rate()
                     transfer.missing -= 1
                     if transfer.missing == 0 and transfer.is_ready:
                         self._begin(transfer)
-                    if not transfer.done.processed:
-                        yield transfer.done
+                    yield transfer.done
             else:
-                starts.append(env.now)  # type: ignore[arg-type]
+                starts.append(env._now)
                 state = marks.get(argument)
                 if kind == RECORD:
                     marks[argument] = True
@@ -282,7 +296,7 @@ class Engine:
                     if state is None:
                         state = marks[argument] = Event(env)
                     yield state
-            ends.append(env.now)  # type: ignore[arg-type]
+            ends.append(env._now)
 
     # -- collectives ------------------------------------------------------------------------
 
@@ -307,7 +321,7 @@ class Engine:
         return transfers
 
     def _begin(self, transfer: _Transfer) -> None:
-        now: int = self._env.now  # type: ignore[assignment]
+        now = self._env._now
         self._begins[transfer.index] = now
         transfer.since = now
         self._note_busy(transfer, now)
@@ -342,7 +356,7 @@ class Engine:
         wake.callbacks.append(check)
 
     def _progress(self, transfer: _Transfer) -> None:
-        now: int = self._env.now  # type: ignore[assignment]
+        now = self._env._now
         elapsed: float = now - transfer.since
         if self._lost:
             before = transfer.busy
@@ -363,7 +377,7 @@ class Engine:
         if transfer.left >= _HALF:
             self._schedule(transfer)
             return
-        now: int = self._env.now  # type: ignore[assignment]
+        now = self._env._now
         self._ends[transfer.index] = now
         others: dict[_Transfer, None] = {}
         for port in transfer.ports:

@@ -216,6 +216,8 @@ class _RankLowering:
 
     def _append(self, stream: int, kind: int, argument: int, seq: int) -> None:
         program, conditions = self._program, self._conditions
+        if conditions.queue_depth is not None and kind <= COLLECTIVE:
+            self._wait_for_room(stream, conditions.queue_depth, seq)
         if conditions.connections is not None:
             self._alias(stream, kind, conditions.connections)
         ops = program.streams.get(stream)
@@ -223,8 +225,6 @@ class _RankLowering:
             ops = program.streams[stream] = []
         segment = len(program.segments) - 1
         ops.append((kind, segment, int(self._host + self._latency), argument, seq))
-        if conditions.queue_depth is not None and kind <= COLLECTIVE:
-            self._bound(stream, conditions.queue_depth, seq)
 
     def _alias(self, stream: int, kind: int, connections: int) -> None:
         """Puts an operation after the start of the one before it in its hardware queue."""
@@ -243,11 +243,15 @@ class _RankLowering:
             (WAIT, len(self._program.segments) - 1, int(self._host), mark, -1)
         )
 
-    def _bound(self, stream: int, depth: int, seq: int) -> None:
-        """Makes the host wait while a stream's queue is full."""
+    def _wait_for_room(self, stream: int, depth: int, seq: int) -> None:
+        """Makes the host wait before a launch while a stream's queue is full.
+
+        It looks after each quarter of the queue only: between, a mark would cost more than it says.
+        """
         part = max(1, depth // _QUEUE_PARTS)
-        launched = self._launched[stream] = self._launched.get(stream, 0) + 1
-        if launched % part:
+        launched = self._launched.get(stream, 0)
+        self._launched[stream] = launched + 1
+        if not launched or launched % part:
             return
         mark = self._new_mark()
         marks = self._depth_marks.setdefault(stream, [])

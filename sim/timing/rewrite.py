@@ -51,7 +51,9 @@ class Rewrite:
         records = trace.records
         if self.streams != RECORDED:
             records = _with_streams(records, is_unified=self.streams == "unified")
-        if self.communicators == "separate":
+        if self.communicators == "shared":
+            _expect_shared(records)
+        elif self.communicators == "separate":
             records = _with_own_communicators(records)
         if self.events != RECORDED:
             records = _with_events(records, is_shared=self.events == "shared")
@@ -95,6 +97,18 @@ def _names_stream(record: Record, stream: int) -> bool:
     if record["op"] == "host_sync":
         return bool(record["what"] == "stream" and record["on"] == stream)
     return record.get("stream") == stream or record.get("on") == stream
+
+
+def _expect_shared(records: Sequence[Record]) -> None:
+    groups: dict[str, set[str]] = {"all_gather": set(), "reduce_scatter": set()}
+    for record in records:
+        if record["op"] == "collective" and record["unit"] is not None:
+            groups.get(record["kind"], set()).add(record["group"])
+    if groups["all_gather"] and not groups["reduce_scatter"] <= groups["all_gather"]:
+        raise ReplayError(
+            "Expected a trace with gathers and reductions on shared communicators, got one with "
+            "separate ones; record it again with shared communicators."
+        )
 
 
 def _with_own_communicators(records: list[Record]) -> list[Record]:

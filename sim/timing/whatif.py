@@ -115,6 +115,10 @@ def what_if(
         ScenarioError: A variant's scenario does not fit.
     """
     variants = grid.variants()
+    if grid.reruns:
+        recorded = Scenario(**grid.traces[0].scenario)
+        for variant in variants:  # what does not fit is said before anything runs
+            recorded.changed(**_changes(grid, variant))
     numbers: dict[int, Mapping[str, Any]] = {}
     batches = list(_batches(grid, variants))
     jobs = min(len(batches), jobs or os.cpu_count() or 1)
@@ -184,7 +188,8 @@ def _time_batch(
     step = grid.step
     if grid.reruns:
         scenario = Scenario(**traces[0].scenario)
-        traces = record_shapes(scenario.changed(**_changes(grid, batch[0][1])))
+        changed = scenario.changed(**_changes(grid, batch[0][1]))
+        traces = record_shapes(changed, has_fsdp=_has_fsdp(traces[0]))
         step = None
     for index, variant in batch:
         yield index, time_variant(traces, grid.cluster, variant, step=step)
@@ -213,8 +218,16 @@ def time_variant(
     return {"ranks": folded.num_ranks, **numbers, "peak_bytes": peak}
 
 
-def record_shapes(scenario: Scenario) -> list[Trace]:
+def _has_fsdp(trace: Trace) -> bool:
+    return any(record["op"] in ("unit", "unshard") for record in trace.records)
+
+
+def record_shapes(scenario: Scenario, *, has_fsdp: bool = True) -> list[Trace]:
     """Runs a scenario for its records alone.
+
+    Args:
+        scenario: The run.
+        has_fsdp: False for the model without FSDP, under the scenario's schedule.
 
     Raises:
         ReplayError: Its ranks do not agree, or one fails.
@@ -228,7 +241,7 @@ def record_shapes(scenario: Scenario) -> list[Trace]:
 
     sinks = [MemorySink() for _ in range(scenario.world_size)]
     try:
-        run_for_shapes(scenario, ShapesRun(), sinks=sinks)
+        run_for_shapes(scenario, ShapesRun(is_reference=not has_fsdp), sinks=sinks)
     except WorldError as error:
         raise ReplayError(f"The changed scenario fails: {str(error).splitlines()[0]}") from None
     traces = []
@@ -273,6 +286,15 @@ def judge(
             )
         )
     return rows
+
+
+def band_line(cluster: Cluster) -> str:
+    """Returns what the bands are, in one line."""
+    floor = max(LEAST_DIFFERENCE, cluster.difference_error)
+    return (
+        f"+-: {cluster.step_error:.0%} of a step; of a difference, {floor:.0%} of the step and "
+        f"{cluster.step_error:.0%} of itself, since variants share their other costs"
+    )
 
 
 def table(rows: Sequence[Row]) -> str:

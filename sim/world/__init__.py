@@ -1,6 +1,6 @@
 """Many ranks in one process: deterministic order, real data, loud mismatches."""
 
-from sim.world.faults import Fault, SkipCollective, SwapCollectives
+from sim.faults import Fault, SkipCollective, SwapCollectives
 from sim.world.place import MismatchError
 from sim.world.process_group import init_process_group
 from sim.world.state import RankState, torch_state

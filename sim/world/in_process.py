@@ -9,10 +9,11 @@ import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from sim.cuda.device import active_device
+from sim.faults import Fault
 from sim.hollow import is_hollow, mark_hollow
 from sim.world import collectives
 from sim.world.collectives import Call
-from sim.world.faults import Disturber, Fault
+from sim.world.faults import Disturber
 from sim.world.place import Place, mismatch, place_of, waits_for
 from sim.world.process_group import FakeProcessGroup, Handle
 from sim.world.world import World
@@ -40,21 +41,27 @@ class Meeting:
 
 
 class _MeetingHandle:
-    def __init__(self, world: World, rank: int, meeting: Meeting) -> None:
+    def __init__(self, world: World, rank: int, meeting: Meeting, *, is_lost: bool) -> None:
         self._world = world
         self._rank = rank
         self._meeting = meeting
+        self._is_lost = is_lost
 
     def is_done(self) -> bool:
-        if not self._meeting.is_done:
+        if not self._has_ended():
             self._world.give_turn(self._rank, self.standing)
-        return self._meeting.is_done
+        return self._has_ended()
 
     def wait(self) -> None:
-        if not self._meeting.is_done:
-            self._world.wait_until(self._rank, lambda: self._meeting.is_done, self.standing)
+        if not self._has_ended():
+            self._world.wait_until(self._rank, self._has_ended, self.standing)
+
+    def _has_ended(self) -> bool:
+        return self._meeting.is_done and not self._is_lost
 
     def standing(self) -> str:
+        if self._is_lost:
+            return f"in {self._meeting.place}, whose completion was lost"
         if self._meeting.is_done:
             return f"about to go on after {self._meeting.place}"
         return waits_for(self._meeting.place, self._meeting.missing())
@@ -143,7 +150,8 @@ class InProcess:
         if len(meeting.calls) == len(group.ranks):
             del self._world.rendezvous[key]
             self._complete(meeting)
-        return _MeetingHandle(self._world, self._rank, meeting)
+        is_lost = self.disturber.loses_completion()
+        return _MeetingHandle(self._world, self._rank, meeting, is_lost=is_lost)
 
     def _compare(self, meeting: Meeting, place: Place, call: Call) -> None:
         # Those who arrived are equal: one stands for all.

@@ -2,8 +2,9 @@
 
 [Note: when ranks switch]
 A rank runs until it has to wait: for a collective whose other ranks have not arrived, for a
-message, or for its own end. The next rank is drawn from those that can run, with a generator of its
-own, so the order depends on the schedule seed alone and not on the operating system.
+message, or for its own end; with a `switch_chance` it may also stop before a collective of its own.
+The next rank is drawn from those that can run, with a generator of its own, so the order depends on
+the schedule seed alone and not on the operating system.
 
 [Note: how a run ends early]
 The first failure is kept and every rank that gets its turn after it raises `_Abort` where it waits,
@@ -24,7 +25,8 @@ from typing import Any, Final, Protocol
 
 import torch
 
-from sim.world.faults import Fault
+from sim.faults import DelayRank, Fault, format_fault
+from sim.world.guard import Guard, guarded
 from sim.world.place import MismatchError, Place
 from sim.world.state import RankState, StateSet, snapshot, torch_state
 
@@ -163,12 +165,17 @@ class World:
         num_ranks: Number of ranks, at least 1.
         schedule_seed: Chooses the order in which ranks take turns and nothing else.
         state: Globals that each rank has for itself, beside torch's.
-        faults: Disturbances to inject.
+        faults: Disturbances to inject; stalls are the device's and change nothing here. One that
+            never comes up is an error.
+        delays: Further delays of ranks, which need not come up.
+        switch_chance: How often a rank gives up its turn before a collective or message of its own,
+            where it need not wait: 0 never, 1 always.
         replay: The command that repeats this run, for messages.
 
     Attributes:
         rendezvous: What ranks have left for other ranks, by a key of the transport's.
         num_switches: How many times a rank got its turn.
+        order: A number that tells different orders of turns apart.
     """
 
     def __init__(
@@ -178,6 +185,8 @@ class World:
         schedule_seed: int = 0,
         state: Sequence[RankState] = (),
         faults: Sequence[Fault] = (),
+        delays: Sequence[DelayRank] = (),
+        switch_chance: float = 0.0,
         replay: str = "",
     ) -> None:
         if num_ranks < 1:
@@ -189,8 +198,14 @@ class World:
         self.faults = tuple(faults)
         self.rendezvous: dict[tuple[Any, ...], Any] = {}
         self.num_switches = 0
+        self.order = 0
         self._num_idle_polls = 0
         self._order = random.Random(schedule_seed)
+        self._delays = [f for f in faults if isinstance(f, DelayRank)]
+        self._late = set(self._delays)
+        self._delays += delays
+        self._guard: Guard | None = None
+        self._switch_chance = switch_chance
         self._state = [*torch_state(), *state]
         self._replay = replay
         self._ranks: list[_Rank] = []
@@ -217,7 +232,8 @@ class World:
             self._ranks = [
                 _Rank(i, StateSet(self._state), self.faults) for i in range(self.num_ranks)
             ]
-            self._run_threads(body)
+            with guarded(self.faults, self.num_ranks) as self._guard:
+                self._run_threads(body)
         finally:
             outside.install()
             torch.set_num_threads(num_threads)
@@ -270,6 +286,8 @@ class World:
         me.place = place
         error = sys.exception()
         me.handling = None if error is None else f"{type(error).__name__}: {error}"
+        if self._switch_chance and self._order.random() < self._switch_chance:
+            self._yield(me, _Status.READY, lambda: f"about to call {place}")
 
     def mismatch(self, rank: int, problem: str) -> MismatchError:
         """Ends the run, and returns the error for the rank to raise; catching it is no help."""
@@ -313,9 +331,19 @@ class World:
             ready = self._ready()
         if ready:
             self.num_switches += 1
+            ready = self._without_delayed(ready) if self._delays else ready
             chosen = ready[0] if len(ready) == 1 else self._order.choice(ready)
+            self.order = hash((self.order, chosen.index))
             chosen.status = _Status.RUNNING
             chosen.baton.release()
+
+    def _without_delayed(self, ready: list[_Rank]) -> list[_Rank]:
+        """Leaves out the ranks that a delay holds back, unless nobody else can run."""
+        now = self.num_switches - 1
+        held = [d for d in self._delays if d.at <= now < d.at + d.turns]
+        self._late.difference_update(held)
+        others = [rank for rank in ready if all(rank.index != d.rank for d in held)]
+        return others or ready
 
     def _ready(self) -> list[_Rank]:
         # [Note: how a run ends early]
@@ -356,10 +384,14 @@ class World:
     def _check_left_over(self) -> None:
         items: list[LeftOver] = [*self.rendezvous.values()]
         items += [rank.transport.disturber for rank in self._ranks if rank.transport is not None]
+        items += [self._guard] if self._guard is not None else []
         for item in items:
             text = item.left_over()
             if text is not None:
                 self._fail(None, f"All ranks finished, but {text}.", None)
+        for delay in sorted(self._late, key=str):
+            text = f"fault '{format_fault(delay)}' never came up in {self.num_switches} switches"
+            self._fail(None, f"All ranks finished, but {text}.", None)
 
     # -- threads ------------------------------------------------------------------------------
 

@@ -36,6 +36,7 @@ def differences(golden: str, trace: Trace) -> list[str]:
     return list(lines)[:MOST_LINES]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("backend", ["simulated", pytest.param("gpu", marks=pytest.mark.gpu)])
 def test_a_scenario_does_what_its_golden_trace_says(

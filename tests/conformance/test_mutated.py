@@ -24,6 +24,7 @@ LATE_HOOK = "got it unsharded again: a backward hook ran late"
 WAITS = {"without-wait-for-gather": "I1", "without-wait-for-reductions": "I8"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutant", WAITS)
 def test_a_lost_wait_is_reported_from_a_simulated_trace(mutant: str, backends: Backends) -> None:
     """Without kernels in the trace, and by the rule that the wait is for."""
@@ -45,6 +46,7 @@ def test_a_lost_wait_is_reported_from_a_trace_of_two_gpus(
     assert {violation.rule for violation in found} == {WAITS[mutant]}
 
 
+@pytest.mark.slow
 def test_hooks_on_every_submodule_gather_a_finished_unit_again(backends: Backends) -> None:
     """A module without parameters, whose backward comes last, has the unit gathered for nobody.
 
@@ -54,6 +56,7 @@ def test_hooks_on_every_submodule_gather_a_finished_unit_again(backends: Backend
         backends.simulated("combined-3-forward", MUTANTS["hooks-on-every-submodule"])
 
 
+@pytest.mark.slow
 def test_module_backward_hooks_on_owners_alone_do_no_harm(backends: Backends) -> None:
     """What goes wrong there is the missing owner rule, not the kind of hook."""
     traces = backends.simulated("combined-1", MUTANTS["module-backward-hooks"])

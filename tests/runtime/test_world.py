@@ -471,7 +471,8 @@ def test_fault_that_never_comes_up_is_missed(run_ranks: RunRanks) -> None:
     with pytest.raises(WorldError) as caught:
         run_ranks(2, lambda rank: dist.barrier(), faults=[SkipCollective(rank=1, index=1)])
     assert caught.value.problem == (
-        "All ranks finished, but SkipCollective(rank=1, index=1) never came up in 1 collectives."
+        "All ranks finished, but fault 'skip-collective rank=1 index=1' never came up in 1 "
+        "collectives."
     )
 
 

@@ -167,3 +167,26 @@ def test_profiled_kernels_belong_to_the_innermost_node() -> None:
     summary = profiles.summarise(events)
     assert summary["inner forward"] == {"runs": 1, "kernels": {"gemm": [1, 7.0]}}
     assert summary["outer forward"] == {"runs": 1, "kernels": {"add": [1, 3.0]}}
+
+
+@pytest.mark.slow
+def test_a_model_of_the_grid_is_timed_in_every_variant(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each variant has its times and its memory, and nothing is left for the next model."""
+    from real.gpu import bench
+
+    changes: dict[str, Any] = {
+        **host.SMALL, "num_layers": 1, "num_microbatches": 2, "hidden_size": 32, "seq_length": 32
+    }  # fmt: skip
+    scenario = load_scenario(CONFIG).changed(**changes)
+
+    def body() -> Any:  # noqa: ANN401
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 7)
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 12)
+        variants = ("no_fsdp_plain", "mfsdp_combined_dw")
+        return bench._time_variants(scenario, variants, repeats=2, warmup=1)
+
+    for results in run_in_world(body):
+        assert list(results) == ["no_fsdp_plain", "mfsdp_combined_dw"]
+        for values in results.values():
+            assert 0 < values["min_ms"] <= values["step_ms"] <= values["max_ms"]
+            assert values["peak_bytes_above_rest"] == 5

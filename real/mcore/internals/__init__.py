@@ -33,10 +33,12 @@ from real.mcore.internals.units import (  # noqa: E402
     initialize_context,
     is_fsdp_module,
     owned_parameters,
+    unit_of_sharded,
     unit_storages,
 )
 from real.mcore.internals.watch import (  # noqa: E402
     watched_backwards,
+    watched_finalize,
     watched_layers,
     watched_units,
 )
@@ -66,8 +68,10 @@ __all__ = [
     "observed_nodes",
     "owned_parameters",
     "shard_optimizer",
+    "unit_of_sharded",
     "unit_storages",
     "watched_backwards",
+    "watched_finalize",
     "watched_layers",
     "watched_units",
 ]

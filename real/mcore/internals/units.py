@@ -22,6 +22,16 @@ def is_fsdp_module(module: nn.Module) -> bool:
     return isinstance(module, FsdpModule)
 
 
+def unit_of_sharded(parameter: nn.Parameter) -> str | None:
+    """Returns the name of the unit whose sharded parameter this is; None for any other one."""
+    group = getattr(parameter, "_mfsdp_parameter_group", None)
+    group = getattr(group, "group", group)  # a link after the back references are loosened
+    if group is None or all(sharded is not parameter for sharded in group.sharded_parameters):
+        return None
+    name: str | None = group.owning_module._name
+    return name
+
+
 class MfsdpUnit:
     """`real.hooks.FsdpUnit` for an MFSDP v2 module.
 

@@ -102,3 +102,28 @@ def watched_backwards(before: Watcher, after: Watcher) -> Iterator[None]:
         yield
     finally:
         torch.autograd.backward = backward
+
+
+@contextmanager
+def watched_finalize(config: Any, before: Watcher, after: Watcher) -> Iterator[None]:
+    """Calls `before` and `after` around the end of a step, where gradients become ready to read.
+
+    The name is "finalize" and the direction "step".
+
+    Args:
+        config: Megatron's config of the model; the schedule finds the function there.
+        before: Called first.
+        after: Called last.
+    """
+    finalize = config.finalize_model_grads_func
+
+    def run(*args: Any, **kwargs: Any) -> None:
+        before("finalize", "step")
+        finalize(*args, **kwargs)
+        after("finalize", "step")
+
+    config.finalize_model_grads_func = run
+    try:
+        yield
+    finally:
+        config.finalize_model_grads_func = finalize

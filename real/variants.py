@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from real.config import Scenario
-
-if TYPE_CHECKING:
-    from real.mcore.jobs import Job
 
 VARIANTS: Final[dict[str, dict[str, object]]] = {
     "no_fsdp_plain": {"overlap_moe_expert_parallel_comm": False, "delay_wgrad_compute": False},
@@ -47,13 +44,3 @@ def vary(scenario: Scenario, variant: str) -> Scenario:
 def is_reference(variant: str) -> bool:
     """Whether a variant runs the job without FSDP."""
     return variant.startswith("no_fsdp")
-
-
-def make_job(scenario: Scenario, variant: str) -> Job:
-    """Builds the job of a variant; model parallel groups must be initialized."""
-    from real.mcore.jobs import FsdpJob, ReferenceJob
-
-    varied = vary(scenario, variant)
-    if is_reference(variant):
-        return ReferenceJob(varied, is_overlapped=varied.overlap_moe_expert_parallel_comm)
-    return FsdpJob(varied)

@@ -1,0 +1,62 @@
+"""`python -m sim fit`: makes a cost file of the raw measurements of `real calibrate`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from real.config import Scenario
+from sim.commands.common import FIXTURES, fail
+
+
+def add(commands: Any) -> None:
+    """Adds the command's parser."""
+    parser = commands.add_parser(
+        "fit",
+        help="make a cost file of measurements",
+        description="Makes a cost file of what `real calibrate` measured. What was not measured "
+        "comes from another cost file. Exit status: 0 done, 2 bad input.",
+    )
+    parser.add_argument("measured", type=Path, help="the JSON file of `real calibrate`")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="a TOML file")
+    parser.add_argument(
+        "--base",
+        type=Path,
+        default=FIXTURES / "costs" / "h200.toml",
+        metavar="FILE",
+        help="the cost file to take the rest from",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
+    """Makes the cost file."""
+    try:
+        measured = json.loads(arguments.measured.read_text())
+        base = tomllib.loads(arguments.base.read_text())
+        small = measured["small"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return fail(f"Expected measurements and a cost file to start from, got: {error!r}.")
+    from sim.quiet import quiet
+
+    quiet()
+    from sim.timing.costfile import load_cluster
+    from sim.timing.hostfit import host_costs
+    from sim.timing.measured import device_costs, to_toml
+    from sim.timing.small import timed_models
+
+    content = device_costs(measured, base)
+    content = host_costs(measured, timed_models(measured, Scenario(**small)), content)
+    machine = measured["machine"]
+    content["description"] = f"{machine['num_devices']} x {machine['device']}, measured"
+    arguments.out.write_text(to_toml(content, content["description"]))
+    cluster = load_cluster(str(arguments.out))
+    if arguments.json:
+        print(json.dumps({"out": str(arguments.out), "host": dict(cluster.host)}))
+    else:
+        print(f"{arguments.out}: {cluster.description}")
+    return 0

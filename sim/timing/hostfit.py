@@ -1,0 +1,236 @@
+"""Makes host costs of raw measurements: what is left of each node when its calls are taken off.
+
+[Note: host costs] A trace of the same small model says which calls each node makes. Calls that were
+timed alone have their costs; the rest of a node's time is the node's own cost, Python of Megatron
+and Transformer Engine for the most part. Two costs are found from all nodes together: that of a
+kernel launched by autograd, and that of one of our hooks. What lies outside of all nodes goes to
+the first node of a microbatch and, as far as it grows with the layers, to the first of a layer.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+
+from real.trace.recorder import Record
+from sim.timing.measured import Content, source_of
+
+OUTSIDE: Final = "step"
+"""Key of what is inside no node."""
+
+_UNIT_CALLS: Final = {
+    "unshard gathered": "unshard",
+    "unshard noop": "unshard_noop",
+    "reshard": "reshard",
+    "reduce": "reduce",
+    "reduce last": "reduce_last",
+}
+_CALLS: Final = {
+    "kernel": "kernel_new",
+    "event_record": "event_record",
+    "event_wait": "event_wait",
+    "stream_wait": "stream_wait",
+    "record_stream": "record_stream",
+}
+_OWN_RECORDS: Final = frozenset(
+    {"node", "node_end", "unshard", "reshard", "reduce", "hook", "allocate", "free", "name", "unit"}
+)
+"""Records that cost nothing by themselves here: they are what is looked for, or bookkeeping."""
+
+FIRST_OF_MICROBATCH: Final = ("pre_process forward", "model backward")
+FIRST_OF_LAYER: Final = ("pre_dispatch_computation forward", "layer forward")
+
+
+@dataclass(kw_only=True)
+class Calls:
+    """What happens directly inside all nodes of one key, in one step of one rank.
+
+    Attributes:
+        count: How many nodes.
+        records: Number of records by operation; kernels of autograd are "kernel_backward".
+    """
+
+    count: int = 0
+    records: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+
+
+def count_calls(records: Sequence[Record]) -> dict[str, Calls]:
+    """Returns what happens inside nodes by "name direction", and outside of all under `OUTSIDE`."""
+    calls: dict[str, Calls] = defaultdict(Calls)
+    calls[OUTSIDE].count = 1
+    open_nodes = [OUTSIDE]
+    for record in records:
+        op = record["op"]
+        if op == "node":
+            open_nodes.append(f"{record['name']} {record['direction']}".strip())
+            calls[open_nodes[-1]].count += 1
+        elif op == "node_end":
+            open_nodes.pop()
+        elif op == "kernel" and record.get("backward"):
+            calls[open_nodes[-1]].records["kernel_backward"] += 1
+        else:
+            calls[open_nodes[-1]].records[op] += 1
+    return dict(calls)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timed:
+    """A variant of a small model: what was measured, and what a trace of it holds.
+
+    Attributes:
+        variant: Its name.
+        layers: Number of layers.
+        microbatches: Number of microbatches.
+        parts: Count, own and whole microseconds by key, as measured.
+        scale: Time of a step over that of one in which all parts are timed.
+        calls: What happens inside, by key.
+    """
+
+    variant: str
+    layers: int
+    microbatches: int
+    parts: Mapping[str, Mapping[str, float]]
+    scale: float
+    calls: Mapping[str, Calls]
+
+    def own_ns(self, key: str) -> float:
+        """Returns the nanoseconds of one node without what is timed inside it."""
+        return 1e3 * self.scale * self.parts[key]["own_us"]
+
+
+def host_costs(measured: Mapping[str, Any], timed: Sequence[Timed], base: Content) -> Content:
+    """Returns a cost file's content with measured host costs.
+
+    Args:
+        measured: What `real calibrate` wrote.
+        timed: The small models.
+        base: The content to change.
+    """
+    source = source_of(measured)
+    host = base["host"]
+    known = _known_costs(measured, host)
+    for name, value in known.items():
+        host[name] = {"value": round(value), "source": source}
+    nodes, found = _solve(timed, known)
+    for name, value in found.items():
+        host[name] = {"value": round(value), "source": source}
+    for key, name in _UNIT_CALLS.items():
+        extra = _left_over(timed, key, known | found)
+        if extra is not None:
+            host[name] = {"value": round(max(extra, 0.0)), "source": source}
+    for key, value in _outside(timed, known | found).items():
+        nodes[key] = nodes.get(key, 0.0) + value
+    host["nodes"] = {
+        key: {"value": round(max(value, 0.0)), "source": source}
+        for key, value in sorted(nodes.items())
+    }
+    return base
+
+
+def _known_costs(measured: Mapping[str, Any], host: Content) -> dict[str, float]:
+    """Returns nanoseconds of calls that were timed alone."""
+    known = {
+        name: float(leaf["value"])
+        for name, leaf in host.items()
+        if "value" in leaf and name not in ("node", "kernel_backward", "hook")
+    }
+    calls = measured.get("calls", {})
+    for name, call in _CALLS.items():
+        if call in calls:
+            known[name] = 1e3 * calls[call]
+    if "nvtx_push_pop" in calls:
+        known["nvtx"] = 1e3 * calls["nvtx_push_pop"] / 2
+    if "event_synchronize" in calls:
+        known["host_sync"] = 1e3 * max(calls["event_synchronize"] - calls["event_record"], 0.0)
+    collectives = measured.get("collective_calls", {})
+    if collectives:
+        known["collective"] = 1e3 * float(np.median(list(collectives.values())))
+    return known
+
+
+def _cost(calls: Calls, known: Mapping[str, float]) -> float:
+    """Returns the nanoseconds of the calls inside one node, as far as they are known."""
+    total = 0.0
+    for op, count in calls.records.items():
+        if op not in _OWN_RECORDS:
+            name = "nvtx" if op.startswith("nvtx") else op
+            total += count * known.get(name, 0.0)
+    return total / max(calls.count, 1)
+
+
+def _left_over(timed: Sequence[Timed], key: str, known: Mapping[str, float]) -> float | None:
+    """Returns the mean over all variants of what a key's calls do not explain."""
+    total, count = 0.0, 0.0
+    for one in timed:
+        if key in one.parts and key in one.calls:
+            weight = one.parts[key]["count"]
+            total += weight * (one.own_ns(key) - _cost(one.calls[key], known))
+            count += weight
+    return total / count if count else None
+
+
+_FOUND: Final = ("kernel_backward", "hook")
+
+
+def _solve(
+    timed: Sequence[Timed], known: Mapping[str, float]
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Returns the own cost of every node, and the costs that are found from all nodes together."""
+    keys = sorted(
+        {
+            key
+            for one in timed
+            for key in one.parts
+            if key in one.calls and key not in (*_UNIT_CALLS, OUTSIDE)
+        }
+    )
+    column = {key: place for place, key in enumerate((*keys, *_FOUND))}
+    rows, targets = [], []
+    for one in timed:
+        for key in keys:
+            if key not in one.parts or key not in one.calls:
+                continue
+            calls = one.calls[key]
+            row = np.zeros(len(column))
+            row[column[key]] = 1.0
+            for name in _FOUND:
+                row[column[name]] = calls.records.get(name, 0) / calls.count
+            # Each node counts as often as it runs: what is to be right is the step.
+            weight = float(np.sqrt(one.parts[key]["count"] / one.microbatches))
+            rows.append(weight * row)
+            targets.append(weight * (one.own_ns(key) - _cost(calls, known)))
+    solution = least_squares(np.array(rows), np.array(targets))
+    values = {key: float(solution[place]) for key, place in column.items()}
+    return {key: values[key] for key in keys}, {name: values[name] for name in _FOUND}
+
+
+def least_squares(matrix: np.ndarray, target: np.ndarray, rounds: int = 3000) -> np.ndarray:
+    """Returns the vector without negative entries that comes closest, by coordinate descent."""
+    gram, right = matrix.T @ matrix, matrix.T @ target
+    solution = np.zeros(len(right))
+    for _ in range(rounds):
+        for i in range(len(right)):
+            if gram[i, i] > 0:
+                step = (right[i] - gram[i] @ solution) / gram[i, i]
+                solution[i] = max(solution[i] + step, 0.0)
+    return solution
+
+
+def _outside(timed: Sequence[Timed], known: Mapping[str, float]) -> dict[str, float]:
+    """Returns what to add to the first node of a microbatch, and to the first of a layer."""
+    added: dict[str, float] = {}
+    for microbatch, layer in zip(FIRST_OF_MICROBATCH, FIRST_OF_LAYER, strict=True):
+        rows, targets = [], []
+        for one in timed:
+            if microbatch in one.parts and OUTSIDE in one.parts:
+                rest = one.own_ns(OUTSIDE) - _cost(one.calls[OUTSIDE], known)
+                rows.append([1.0, one.layers])
+                targets.append(rest / one.microbatches)
+        if rows:
+            found = least_squares(np.array(rows), np.array(targets))
+            added[microbatch], added[layer] = float(found[0]), float(found[1])
+    return added

@@ -1,0 +1,70 @@
+"""Runs the small models of a calibration for shapes, to count the calls in their nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from real.config import Scenario
+from real.trace import MemorySink, Trace, read_traces
+from real.variants import is_reference, vary
+from sim.hollow.run import ShapesRun, run_for_shapes
+from sim.runner import open_sinks
+from sim.timing.hostfit import Timed, count_calls
+from sim.timing.lower import step_records
+
+
+def traces_of(
+    scenario: Scenario, variant: str, *, folder: Path | None = None, marks_units: bool = False
+) -> list[Trace]:
+    """Runs a variant of a scenario for shapes and returns the traces of all ranks.
+
+    Args:
+        scenario: What is varied.
+        variant: A name of `real.variants.VARIANTS`.
+        folder: Where the traces stay, or None.
+        marks_units: Also mark begin and end of work on units.
+    """
+    varied = vary(scenario, variant)
+    memory = [MemorySink() for _ in range(scenario.world_size)]
+    options = ShapesRun(is_reference=is_reference(variant), marks_units=marks_units)
+    if folder is not None:
+        run_for_shapes(varied, options, sinks=open_sinks(folder, scenario.world_size))
+        return read_traces(folder)
+    run_for_shapes(varied, options, sinks=memory)
+    return [
+        Trace(
+            rank=rank,
+            world_size=scenario.world_size,
+            scenario=varied.as_dict(),
+            records=sink.records[1:],
+            is_complete=True,
+        )
+        for rank, sink in enumerate(memory)
+    ]
+
+
+def timed_models(measured: Mapping[str, Any], scenario: Scenario) -> list[Timed]:
+    """Returns every small model that was timed, with the calls in its nodes.
+
+    Args:
+        measured: What `real calibrate` wrote.
+        scenario: The small model of two layers.
+    """
+    timed = []
+    for name, variants in measured["nodes"].items():
+        layers = int(name.split()[0])
+        for variant, times in variants.items():
+            traces = traces_of(scenario.changed(num_layers=layers), variant, marks_units=True)
+            timed.append(
+                Timed(
+                    variant=variant,
+                    layers=layers,
+                    microbatches=scenario.num_microbatches,
+                    parts=times["parts"],
+                    scale=times["step_us"] / times["step_with_parts_us"],
+                    calls=count_calls(step_records(traces[0])),
+                )
+            )
+    return timed

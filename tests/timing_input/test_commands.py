@@ -1,0 +1,83 @@
+"""The command lines of runs for shapes, of the fit and of the verdict."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from real.trace import read_traces
+from sim.cli import main
+from sim.commands.common import FIXTURES
+
+GRID = FIXTURES / "configs" / "grid"
+SMALL = ["--num-layers", "1", "--hidden-size", "64", "--seq-length", "32", "--vocab-size", "64"]
+
+
+@pytest.mark.slow
+def test_a_run_for_shapes_says_that_it_compares_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nobody should take its losses for a result."""
+    config = str(GRID / "10-l2-h1024-s1024-m4.toml")
+    out = str(tmp_path / "trace")
+    arguments = ["run", config, "--shapes-only", "--no-fsdp", *SMALL, "--out", out, "--json"]
+    assert main(arguments) == 0
+    assert json.loads(capsys.readouterr().out)["kind"] == "shapes only"
+    kernels = [r for r in read_traces(tmp_path / "trace")[0].records if r["op"] == "kernel"]
+    assert all("shapes" in record for record in kernels)
+    assert any(record["name"] == "te:expert_gemm_TN" for record in kernels)
+    assert any(record.get("backward") for record in kernels)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--no-fsdp"], "--shapes-only"),
+        (["--routing-imbalance", "1.5"], "--shapes-only"),
+        (["--shapes-only", "--routing-imbalance", "3"], "below 2"),
+    ],
+)
+def test_flags_that_do_not_fit_are_refused(
+    flags: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In one line, before anything is loaded."""
+    assert main(["run", *flags]) == 2
+    message = capsys.readouterr().err
+    assert said in message
+    assert message.count("\n") == 1
+
+
+def test_a_verdict_needs_a_measured_grid(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file of another kind, and a configuration that was not measured."""
+    other = tmp_path / "other.jsonl"
+    other.write_text("{}\n")
+    assert main(["accuracy", str(other)]) == 2
+    assert "real bench --grid" in capsys.readouterr().err
+    line = {"config": "a", "variant": "b", "step_ms": 1.0, "peak_bytes_above_rest": 1}
+    other.write_text(json.dumps(line) + "\n")
+    assert main(["accuracy", str(other), "--fit", "a:c"]) == 2
+    assert "a:c" in capsys.readouterr().err
+
+
+def test_a_cost_file_needs_measurements(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Another JSON file is refused in one line."""
+    other = tmp_path / "other.json"
+    other.write_text("[]")
+    assert main(["fit", str(other), "--out", str(tmp_path / "x.toml")]) == 2
+    assert "Expected measurements" in capsys.readouterr().err
+
+
+def test_the_grid_covers_what_the_model_is_judged_on() -> None:
+    """Hidden sizes, layers, sequences and microbatches from small to large."""
+    from real.config import load_scenario
+
+    scenarios = [load_scenario(path) for path in sorted(GRID.glob("*.toml"))]
+    assert {s.hidden_size for s in scenarios} == {1024, 2048, 4096}
+    assert {1024, 2048, 4096} == {s.seq_length for s in scenarios}
+    assert {1, 2, 4, 8} == {s.num_microbatches for s in scenarios}
+    assert min(s.num_layers for s in scenarios) == 2
+    assert max(s.num_layers for s in scenarios) == 8
