@@ -17,7 +17,7 @@ REBUILD := yes
 .PHONY: $(STAMP)
 endif
 
-.PHONY: help setup sim-run sim-test gpu-test check lint types format clean
+.PHONY: help setup sim-run sim-test gpu-test bench check lint types format clean
 
 ## help: print this list
 help:
@@ -40,6 +40,10 @@ gpu-test:
 	@$(MAKE) -s --no-print-directory setup
 	@.venv/bin/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || $(call NO_GPU,that torch can use)
 	.venv/bin/python -m pytest -m gpu $(ARGS)
+
+## bench: measure speed beside peers, one JSON line a figure
+bench: $(STAMP)
+	.venv/bin/python -m sim bench $(ARGS)
 
 ## check: run lint, types and sim-test
 check: lint types sim-test

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from sim import te
+from sim.cuda.shapes import kernel
 from sim.world.state import RankState
 
 
@@ -73,9 +74,10 @@ def share_storage(target: torch.Tensor, source: torch.Tensor) -> None:
     storage = target.untyped_storage()
     data = source.untyped_storage()
     storage.resize_(data.nbytes())
-    torch.empty(0, dtype=torch.uint8).set_(storage).copy_(
-        torch.empty(0, dtype=torch.uint8).set_(data)
-    )
+    with kernel():  # a GPU shares the memory and copies nothing
+        torch.empty(0, dtype=torch.uint8).set_(storage).copy_(
+            torch.empty(0, dtype=torch.uint8).set_(data)
+        )
 
 
 def rank_state() -> list[RankState]:

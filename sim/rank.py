@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -12,6 +12,7 @@ from real.config import Scenario
 from real.trace import OpKind, Recorder, Sink, recording
 from sim.cuda import FakeDevice, use_device
 from sim.cuda.kernels import KernelRecorder
+from sim.cuda.shapes import ShapeRecorder
 
 if TYPE_CHECKING:
     from real.mcore.jobs import JobOutput
@@ -23,7 +24,10 @@ def name_storages(device: FakeDevice, root: nn.Module) -> None:
 
     for unit, kind, storage in internals.unit_storages(root):
         device.recorder.record(
-            OpKind.NAME, storage=device.storage_id(storage), name=f"{unit}:{kind}"
+            OpKind.NAME,
+            storage=device.storage_id(storage),
+            name=f"{unit}:{kind}",
+            bytes=storage.nbytes(),
         )
 
 
@@ -35,7 +39,8 @@ def run_rank(
     sink: Sink | None,
     start: Callable[[int, int], None],
     on_step: Callable[[int], None] | None = None,
-    records_kernels: bool = False,
+    kernel_steps: Collection[int] = (),
+    records_shapes: bool = False,
 ) -> JobOutput:
     """Trains one rank of a scenario on its own fake device.
 
@@ -46,7 +51,8 @@ def run_rank(
         sink: Where the trace goes, or None.
         start: Starts torch.distributed, given rank and world size.
         on_step: Called after each step with its number.
-        records_kernels: Also record kernels with the storages that they read and write.
+        kernel_steps: Steps in which kernels are recorded with what they read and write.
+        records_shapes: Also record the shapes of what they read and write.
     """
     from real.mcore.jobs import FsdpJob, Job, ReferenceJob, run_job
     from real.mcore.model import initialize_parallel
@@ -65,9 +71,13 @@ def run_rank(
             job: Job = ReferenceJob(scenario)
         else:
             job = FsdpJob(scenario)
-            if records_kernels:
-                name_storages(device, job.model.module)
-                stack.enter_context(KernelRecorder(device))
-        outputs = run_job(job, scenario, on_step=on_step)
+            name_storages(device, job.model.module)
+
+        def around_step(step: int) -> AbstractContextManager[object]:
+            if step not in kernel_steps:
+                return nullcontext()
+            return ShapeRecorder(device) if records_shapes else KernelRecorder(device)
+
+        outputs = run_job(job, scenario, on_step=on_step, around_step=around_step)
         recorder.close()
     return outputs

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ from real.result import RunResult, judge
 from real.trace import JsonlSink, Sink, Trace, trace_path
 from real.trace.recorder import Record
 from sim.aside import Aside, can_fork
-from sim.checks import check_traces
+from sim.checks import check_numerics, check_traces, declared_units
 from sim.fuzz.findings import check_stalled
 from sim.megatron import megatron_on_fake_cuda, rank_state
 from sim.rank import run_rank
@@ -75,6 +75,8 @@ def run_in_process(
     faults: Sequence[Fault] = (),
     progress: Progress = lambda _: None,
     records_kernels: bool = False,
+    kernel_steps: Collection[int] | None = None,
+    records_shapes: bool = False,
     references: list[JobOutput] | None = None,
 ) -> RunResult:
     """Runs all ranks of a scenario in this process, and of its reference in a forked copy.
@@ -88,11 +90,14 @@ def run_in_process(
         faults: Disturbances of the scenario; stalls need kernels.
         progress: Shown one line of text now and then.
         records_kernels: Also record kernels with the storages that they read and write.
+        kernel_steps: Only in these steps; None records all.
+        records_shapes: Also record the shapes of what kernels read and write.
         references: What `run_reference` gave for this scenario; None runs it beside.
 
     Raises:
         WorldError: A rank failed, the ranks do not agree, or a fault never came up.
     """
+    steps = range(scenario.train_iters) if kernel_steps is None else kernel_steps
     kept = [_KeepingSink(sink) for sink in sinks or [None] * scenario.world_size]
     with ExitStack() as stack:
         for sink in kept:
@@ -117,8 +122,11 @@ def run_in_process(
                 replay=replay,
                 faults=faults,
                 progress=progress,
-                records_kernels=records_kernels,
+                kernel_steps=steps if records_kernels else (),
+                records_shapes=records_shapes,
             )
+        traces = [_trace_of(sink.records) for sink in kept]
+        violations = check_traces(traces, replay=replay or None)
         if aside is not None:
             references = _unpack(aside.result())
         elif references is None:
@@ -130,9 +138,55 @@ def run_in_process(
             wall_s=time.perf_counter() - started,
             trace=out,
         )
-        traces = [_trace_of(sink.records) for sink in kept]
-        violations = check_traces(traces) + check_stalled(traces, faults)
+        violations += check_stalled(traces, faults)
+        violations += check_numerics(outputs, references, units=declared_units(traces[0]))
     return dataclasses.replace(result, violations=tuple(str(v) for v in violations))
+
+
+def record_traces(
+    scenario: Scenario,
+    *,
+    schedule_seed: int = 0,
+    sinks: Sequence[Sink | None] = (),
+    faults: Sequence[Fault] = (),
+    kernel_steps: Collection[int] | None = None,
+    records_shapes: bool = False,
+    progress: Progress = lambda _: None,
+) -> list[Trace]:
+    """Runs a scenario without its reference and returns every rank's trace, not judged.
+
+    Args:
+        scenario: The run.
+        schedule_seed: Chooses the order in which ranks take turns.
+        sinks: Where each rank's records go too.
+        faults: Disturbances of the scenario's collectives.
+        kernel_steps: Steps in which kernels are recorded; None records all.
+        records_shapes: Also record the shapes of what kernels read and write.
+        progress: Shown one line of text now and then.
+
+    Raises:
+        WorldError: A rank failed or the ranks do not agree.
+    """
+    kept = [_KeepingSink(sink) for sink in sinks or [None] * scenario.world_size]
+    with ExitStack() as stack:
+        for sink in kept:
+            stack.callback(sink.close)
+        stack.enter_context(megatron_on_fake_cuda())
+        from real.mcore.observe import recorded_nodes
+
+        stack.enter_context(recorded_nodes())
+        _run_world(
+            scenario,
+            is_reference=False,
+            sinks=kept,
+            schedule_seed=schedule_seed,
+            replay="",
+            faults=faults,
+            progress=progress,
+            kernel_steps=range(scenario.train_iters) if kernel_steps is None else kernel_steps,
+            records_shapes=records_shapes,
+        )
+    return [_trace_of(sink.records) for sink in kept]
 
 
 def run_reference(
@@ -205,7 +259,8 @@ def _run_world(
     replay: str,
     faults: Sequence[Fault],
     progress: Progress,
-    records_kernels: bool = False,
+    kernel_steps: Collection[int] = (),
+    records_shapes: bool = False,
 ) -> list[JobOutput]:
     from sim.world import World, init_process_group
 
@@ -223,7 +278,8 @@ def _run_world(
             sink=sinks[rank],
             start=init_process_group,
             on_step=on_step,
-            records_kernels=records_kernels,
+            kernel_steps=kernel_steps,
+            records_shapes=records_shapes,
         )
 
     world = World(

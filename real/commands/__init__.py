@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from typing import Any, Final, Protocol
 
-from real.commands import bench, parity
+from real.commands import bench, calibrate, parity, trace
 
 Subparsers = Any  # argparse gives the class no public name
 
@@ -25,5 +25,10 @@ class Command(Protocol):
         ...
 
 
-COMMANDS: Final[dict[str, Command]] = {"parity": parity, "bench": bench}
+COMMANDS: Final[dict[str, Command]] = {
+    "parity": parity,
+    "trace": trace,
+    "bench": bench,
+    "calibrate": calibrate,
+}
 """All commands by name, in the order in which help lists them."""

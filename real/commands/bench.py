@@ -1,28 +1,18 @@
-"""`torchrun -m real bench`: times variants of a scenario by turns."""
+"""`torchrun -m real bench`: times variants of one or more scenarios by turns."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from typing import Any, Final
+from pathlib import Path
+from typing import Any
 
-from real.commands.common import add_scenario, fail, is_first_rank, scenario_of
+from real.commands.common import CONFIGS, add_scenario, fail, is_first_rank, scenario_of
+from real.config import Scenario, load_scenario
+from real.flags import scenario_overrides
+from real.gpu.variants import MAIN_VARIANTS, VARIANTS
 
-_VARIANTS: Final[dict[str, dict[str, object]]] = {
-    "no_fsdp_plain": {"overlap_moe_expert_parallel_comm": False, "delay_wgrad_compute": False},
-    "no_fsdp_combined": {"delay_wgrad_compute": False},
-    "mfsdp_plain": {"overlap_moe_expert_parallel_comm": False, "delay_wgrad_compute": False},
-    "mfsdp_plain_fine": {
-        "overlap_moe_expert_parallel_comm": False,
-        "delay_wgrad_compute": False,
-        "fine_grained_hooks": True,
-    },
-    "mfsdp_combined": {"delay_wgrad_compute": False},
-    "mfsdp_combined_dw": {"delay_wgrad_compute": True},
-    "prefetch_none": {"prefetch": "none"},
-    "prefetch_forward": {"prefetch": "forward"},
-    "prefetch_both": {"prefetch": "both"},
-}
+GRID = CONFIGS / "grid"
 
 
 def add(commands: Any) -> None:
@@ -31,25 +21,37 @@ def add(commands: Any) -> None:
     add_scenario(bench, "bench-b.toml")
     bench.add_argument(
         "--variants",
-        default="no_fsdp_plain,no_fsdp_combined,mfsdp_plain,mfsdp_combined",
+        default=",".join(MAIN_VARIANTS),
         help="comma-separated, of the default ones and prefetch_none, prefetch_forward, "
-        "prefetch_both, mfsdp_combined_dw",
+        "prefetch_both, mfsdp_plain_fine",
     )
     bench.add_argument("--repeats", type=int, default=5, metavar="N")
+    bench.add_argument(
+        "--grid",
+        nargs="?",
+        type=Path,
+        const=GRID,
+        metavar="FOLDER",
+        help="time every scenario file of a folder, in the order of their names, and print one "
+        f"JSON object a line (default folder: {GRID.name})",
+    )
+    bench.add_argument("--out", type=Path, metavar="FILE", help="with --grid: also write there")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Times the variants; the first rank prints the medians."""
+    names = arguments.variants.split(",")
+    unknown = [name for name in names if name not in VARIANTS]
+    if unknown:
+        return fail(f"Expected variants among {', '.join(VARIANTS)}; got {unknown}.")
+    if arguments.grid is not None:
+        return _run_grid(arguments, names)
+    if arguments.out is not None:
+        return fail("Expected --out with --grid only.")
     scenario = scenario_of(arguments)
     from real.gpu.bench import run_bench
 
-    names = arguments.variants.split(",")
-    unknown = [name for name in names if name not in _VARIANTS]
-    if unknown:
-        return fail(f"Expected variants among {', '.join(_VARIANTS)}; got {unknown}.")
-    results = run_bench(
-        {name: scenario.changed(**_VARIANTS[name]) for name in names}, repeats=arguments.repeats
-    )
+    results = run_bench(scenario, names, repeats=arguments.repeats)
     if is_first_rank():
         if arguments.json:
             print(json.dumps(results))
@@ -57,4 +59,37 @@ def run(arguments: argparse.Namespace) -> int:
             for name, values in results.items():
                 peak = values["peak_bytes_above_rest"] / 2**30
                 print(f"{name:>20}  {values['step_ms']:>9.2f} ms  {peak:>7.2f} GiB above rest")
+    return 0
+
+
+def _run_grid(arguments: argparse.Namespace, variants: list[str]) -> int:
+    from real.gpu.world import scenario_of_launch
+
+    overrides = scenario_overrides(arguments)
+    scenarios: dict[str, Scenario] = {
+        path.stem: scenario_of_launch(load_scenario(path).changed(**overrides))
+        for path in sorted(arguments.grid.glob("*.toml"))
+    }
+    if not scenarios:
+        return fail(f"Expected scenario files in {arguments.grid}, found none.")
+    if len({(s.world_size, s.expert_model_parallel_size) for s in scenarios.values()}) > 1:
+        return fail("Expected scenarios of equal parallel sizes in a grid, got different ones.")
+    from real.gpu.bench import Results, run_grid
+
+    if arguments.out is not None and is_first_rank():
+        arguments.out.write_text("")
+
+    def report(name: str, results: Results) -> None:
+        if not is_first_rank():
+            return
+        lines = [
+            json.dumps({"config": name, "variant": variant, **values})
+            for variant, values in results.items()
+        ]
+        print("\n".join(lines), flush=True)
+        if arguments.out is not None:
+            with arguments.out.open("a") as file:
+                file.write("\n".join(lines) + "\n")
+
+    run_grid(scenarios, variants, repeats=arguments.repeats, report=report)
     return 0

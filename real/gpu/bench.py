@@ -5,59 +5,87 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from real.config import Scenario
+from real.gpu.variants import make_job
 from real.gpu.world import gpu_world
+
+if TYPE_CHECKING:
+    from real.mcore.jobs import Job
+
+Results = dict[str, dict[str, Any]]
 
 
 def run_bench(
-    variants: Mapping[str, Scenario], *, repeats: int, warmup: int = 2
-) -> dict[str, dict[str, Any]]:
-    """Times the variants by turns and returns milliseconds and bytes by variant.
+    scenario: Scenario, variants: Sequence[str], *, repeats: int, warmup: int = 2
+) -> Results:
+    """Times variants by turns and returns milliseconds and bytes by variant.
 
-    A variant's name that starts with "no_fsdp" is the reference job under the variant's schedule.
     All variants are built first and stay in memory, so that each repeat compares like with like;
     the peak memory of each is that of its own steps, with the others' weights taken off.
 
     Args:
-        variants: Scenarios of equal parallel sizes.
+        scenario: What is varied.
+        variants: Names of `real.gpu.variants.VARIANTS`.
         repeats: Timed steps of each variant.
         warmup: Steps before.
     """
-    from real.mcore.jobs import FsdpJob, Job, ReferenceJob
+    with gpu_world(scenario):
+        return _time_variants(scenario, variants, repeats=repeats, warmup=warmup)
 
-    first = next(iter(variants.values()))
-    with gpu_world(first):
-        jobs: dict[str, Job] = {
-            name: ReferenceJob(s, is_overlapped=s.overlap_moe_expert_parallel_comm)
-            if name.startswith("no_fsdp")
-            else FsdpJob(s)
-            for name, s in variants.items()
-        }
-        times: dict[str, list[float]] = {name: [] for name in jobs}
-        peaks: dict[str, int] = {}
+
+def run_grid(
+    scenarios: Mapping[str, Scenario],
+    variants: Sequence[str],
+    *,
+    repeats: int,
+    report: Callable[[str, Results], None],
+    warmup: int = 2,
+) -> None:
+    """Times the variants of several scenarios of equal parallel sizes, one scenario at a time.
+
+    Args:
+        scenarios: By name.
+        variants: Names of `real.gpu.variants.VARIANTS`.
+        repeats: Timed steps of each variant.
+        report: Gets the results of each scenario as soon as they are there.
+        warmup: Steps before.
+    """
+    with gpu_world(next(iter(scenarios.values()))):
+        for name, scenario in scenarios.items():
+            report(name, _time_variants(scenario, variants, repeats=repeats, warmup=warmup))
+            gc.collect()
+            torch.cuda.empty_cache()
+
+
+def _time_variants(
+    scenario: Scenario, variants: Sequence[str], *, repeats: int, warmup: int
+) -> Results:
+    jobs: dict[str, Job] = {}
+    rest: dict[str, int] = {}
+    for name in variants:
         gc.collect()
-        gc.disable()
+        before = torch.cuda.memory_allocated()
+        jobs[name] = make_job(scenario, name)
+        gc.collect()
+        rest[name] = torch.cuda.memory_allocated() - before
+    times: dict[str, list[float]] = {name: [] for name in jobs}
+    peaks: dict[str, int] = {}
+    gc.collect()
+    gc.disable()
+    try:
         for repeat in range(warmup + repeats):
             for name, job in jobs.items():
-                torch.cuda.synchronize()
-                torch.distributed.barrier()
-                torch.cuda.synchronize()
-                torch.cuda.reset_peak_memory_stats()
-                before = torch.cuda.memory_allocated()
-                started = time.perf_counter()
-                job.forward_backward(repeat)
-                torch.cuda.synchronize()
-                elapsed = 1e3 * (time.perf_counter() - started)
+                elapsed, peak = _time_step(job, repeat)
                 if repeat >= warmup:
                     times[name].append(elapsed)
-                    peaks[name] = torch.cuda.max_memory_allocated() - before
-                job.clear_gradients()
+                    peaks[name] = peak
             gc.collect()
+    finally:
         gc.enable()
     return {
         name: {
@@ -65,6 +93,23 @@ def run_bench(
             "min_ms": round(min(values), 2),
             "max_ms": round(max(values), 2),
             "peak_bytes_above_rest": peaks[name],
+            "rest_bytes": rest[name],
         }
         for name, values in times.items()
     }
+
+
+def _time_step(job: Job, step: int) -> tuple[float, int]:
+    """Returns the milliseconds of forward and backward, and the peak bytes above rest."""
+    torch.cuda.synchronize()
+    torch.distributed.barrier()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    started = time.perf_counter()
+    job.forward_backward(step)
+    torch.cuda.synchronize()
+    elapsed = 1e3 * (time.perf_counter() - started)
+    peak = torch.cuda.max_memory_allocated() - before
+    job.clear_gradients()
+    return elapsed, peak

@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from real.hooks.plan import HookPlan
 from real.hooks.scheduler import UnitScheduler
+from real.trace import OpKind, active_recorder
 
 _HANDLE_ATTRIBUTE = "_combined_1f1b_hooks"
 
@@ -123,12 +124,15 @@ class HookHandle:
 
     def remove(self) -> None:
         """Takes every hook off the model. Repeated calls do nothing."""
+        root = self._root()
+        if self.num_hooks and root is not None:
+            recorder = active_recorder()
+            recorder.record(OpKind.REMOVE, model=recorder.model_number(root))
         for handle in reversed(self._handles):
             handle.remove()
         for undo in reversed(self._undo):
             undo()
         self._handles, self._undo = [], []
-        root = self._root()
         if root is not None and getattr(root, _HANDLE_ATTRIBUTE, None) is self:
             delattr(root, _HANDLE_ATTRIBUTE)
 
@@ -192,6 +196,8 @@ def install_hooks(
                     parameters[gradient.parameter].register_post_accumulate_grad_hook(hook)
                 )
         object.__setattr__(root, _HANDLE_ATTRIBUTE, handle)
+        recorder = active_recorder()
+        recorder.record(OpKind.INSTALL, model=recorder.model_number(root), hooks=handle.num_hooks)
     except BaseException:
         handle.remove()
         raise

@@ -14,6 +14,7 @@ from enum import Enum
 from typing import Final
 
 from real.hooks.errors import ContractError
+from real.trace import OpKind, active_recorder
 
 
 class UnitPhase(Enum):
@@ -91,6 +92,14 @@ class UnitLifecycle:
                 f"its phase is '{self.phase.value}'.",
                 rule="I18",
                 unit=self._unit,
+            )
+        if after is not self.phase:
+            active_recorder().record(
+                OpKind.PHASE,
+                unit=self._unit,
+                event=event.value,
+                before=self.phase.value,
+                after=after.value,
             )
         self.phase = after
         return after

@@ -115,7 +115,7 @@ class UnitScheduler:
     def pre_forward(self, name: str, module: str) -> None:
         """A submodule of unit `name` is about to run forward."""
         unit = self.units[name]
-        active_recorder().record(OpKind.HOOK, point="pre_forward", module=module, unit=name)
+        _record_hook("pre_forward", module, name)
         if _is_inside_backward():
             # A recomputed forward: the unit's backward has it open, and must stay its only owner.
             self._unshard(unit, UnitEvent.BACKWARD_USE, module)
@@ -128,7 +128,7 @@ class UnitScheduler:
     def pre_backward(self, name: str, module: str) -> None:
         """A submodule of unit `name` is about to run backward."""
         unit = self.units[name]
-        active_recorder().record(OpKind.HOOK, point="pre_backward", module=module, unit=name)
+        _record_hook("pre_backward", module, name)
         self._unshard(unit, UnitEvent.BACKWARD_USE, module)
         if unit.next_backward is not None:
             self._prefetch(unit.next_backward, UnitEvent.BACKWARD_USE, module)
@@ -139,14 +139,14 @@ class UnitScheduler:
         The combined schedule calls no layer as a whole, so this is the plain schedule's release.
         A recomputed forward releases nothing: its backward is about to read the same weights.
         """
-        active_recorder().record(OpKind.HOOK, point="post_forward", module=module, unit=names[0])
+        _record_hook("post_forward", module, names[0])
         if not _is_inside_backward():
             self.release_forward(names, f"end of {module or '<root>'}")
 
     def post_gradient(self, name: str, parameter: str) -> None:
         """One gradient of a parameter of unit `name` has been accumulated."""
         unit = self.units[name]
-        active_recorder().record(OpKind.HOOK, point="post_gradient", module=parameter, unit=name)
+        _record_hook("post_gradient", parameter, name)
         unit.lifecycle.step(UnitEvent.GRADIENT, parameter)
         if unit.countdown.count(parameter):
             unit.is_complete = True
@@ -349,6 +349,7 @@ class UnitScheduler:
                     unit=unit.name,
                 )
             parameters[name].grad = torch.zeros_like(parameters[name])
+            active_recorder().record(OpKind.ZERO_FILL, unit=unit.name, parameter=name)
         unit.countdown.rearm()
         return len(missing)
 
@@ -367,6 +368,17 @@ def _at_work(unit: ScheduledUnit, action: str) -> Iterator[None]:
     finally:
         torch.cuda.nvtx.range_pop()
         recorder.unit = previous
+
+
+def _record_hook(point: str, module: str, unit: str) -> None:
+    # Autograd is asked here again: the record must not depend on what the hook makes of the answer.
+    active_recorder().record(
+        OpKind.HOOK,
+        point=point,
+        module=module,
+        unit=unit,
+        in_backward=torch._C._current_graph_task_id() != -1,
+    )
 
 
 def _is_inside_backward() -> bool:

@@ -6,6 +6,8 @@ its plain schedule. Both are built from the same seeds, so their first weights a
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -235,18 +237,36 @@ class JobOutput:
     weights: dict[str, torch.Tensor]
 
 
-def run_job(job: Job, scenario: Scenario, *, on_step: Any = None) -> JobOutput:
-    """Trains `scenario.train_iters` steps and returns what each one had, and the weights."""
+def run_job(
+    job: Job,
+    scenario: Scenario,
+    *,
+    on_step: Callable[[int], None] | None = None,
+    around_step: Callable[[int], AbstractContextManager[object]] = lambda _: nullcontext(),
+) -> JobOutput:
+    """Trains `scenario.train_iters` steps and returns what each one had, and the weights.
+
+    Args:
+        job: What is trained.
+        scenario: The run.
+        on_step: Called after each step with its number.
+        around_step: Makes a context for each step, given its number.
+    """
     outputs = []
     for step in range(scenario.train_iters):
-        active_recorder().begin_step(step)
-        loss = job.forward_backward(step)
-        gradients = {name: grad.float() for name, grad in job.gradients().items()}
-        norm = job.grad_norm()
-        outputs.append(StepOutput(loss=loss, grad_norm=float(norm), gradients=gradients))
-        job.clip(norm)
-        job.optimizer_step()
-        active_recorder().record(OpKind.STEP, step=step, event="end")
+        with around_step(step):
+            outputs.append(_run_step(job, step))
         if on_step is not None:
             on_step(step)
     return JobOutput(steps=outputs, weights=job.weights())
+
+
+def _run_step(job: Job, step: int) -> StepOutput:
+    active_recorder().begin_step(step)
+    loss = job.forward_backward(step)
+    gradients = {name: grad.float() for name, grad in job.gradients().items()}
+    norm = job.grad_norm()
+    job.clip(norm)
+    job.optimizer_step()
+    active_recorder().record(OpKind.STEP, step=step, event="end")
+    return StepOutput(loss=loss, grad_norm=float(norm), gradients=gradients)

@@ -171,7 +171,7 @@ class Mfsdp1F1B(_BaseDataParallel):
             internals.memoize_layouts(),
             internals.loosen(self.module),
         ]
-        self._record_units(units)
+        self._record_units(units, plan)
         return self._handle
 
     def remove(self) -> None:
@@ -213,7 +213,13 @@ class Mfsdp1F1B(_BaseDataParallel):
             fence_owner="finish_grad_sync",
         )
 
-    def _record_units(self, units: dict[str, internals.MfsdpUnit]) -> None:
+    def _record_units(self, units: dict[str, internals.MfsdpUnit], plan: HookPlan) -> None:
+        for role, stream in (
+            ("compute", torch.cuda.current_stream()),
+            ("all-gather", self._context.all_gather_stream),
+            ("reduce-scatter", self._context.reduce_scatter_stream),
+        ):
+            active_recorder().record(OpKind.STREAM_ROLE, stream=stream.stream_id, role=role)
         for name, unit in units.items():
             active_recorder().record(
                 OpKind.UNIT,
@@ -221,6 +227,20 @@ class Mfsdp1F1B(_BaseDataParallel):
                 parameters=unit.num_parameters,
                 trainable=len(unit.trainable_parameters),
                 bytes=unit.full_bytes,
+                ranks=unit.ranks,
+                divisor=self._grad_divisors.get(name, 1),
+            )
+        fires = {gradient.parameter: gradient.fires for gradient in plan.gradients}
+        for owned in internals.owned_parameters(self.module):
+            active_recorder().record(
+                OpKind.PARAMETER,
+                parameter=owned.name,
+                unit=owned.unit,
+                fires=fires.get(owned.name, 0),
+                delayed=owned.is_delayed,
+                names=owned.names,
+                shape=list(owned.parameter.shape),
+                dtype=str(owned.parameter.dtype).removeprefix("torch."),
             )
 
     @property
@@ -254,6 +274,11 @@ class Mfsdp1F1B(_BaseDataParallel):
     def _replace_param_with_raw_if_needed(self) -> None:
         """Makes sure that every unit has its context before a child could think it is a root."""
         internals.initialize_context(self.module)
+        stream = internals.communication_stream()
+        if stream is not None:
+            active_recorder().record(
+                OpKind.STREAM_ROLE, stream=stream.stream_id, role="communication"
+            )
 
     def pre_backward(self) -> None:
         """Before a combined step that has a backward. No autograd callback: nothing runs yet."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,26 @@ from real.trace.record import SCHEMA_VERSION, OpKind, TraceError, validate_recor
 from real.trace.recorder import Record
 
 _FLUSH_EVERY = 256
+_BULK = frozenset({OpKind.KERNEL, OpKind.ALLOCATE, OpKind.FREE})
 _RANK_FILE = re.compile(r"rank(\d+)\.jsonl")
-_encode = json.JSONEncoder(separators=(",", ":"), ensure_ascii=True).encode
+
+
+def _make_encode() -> Callable[[Record], str]:
+    """Returns what turns a record into one line of text.
+
+    `JSONEncoder.encode` makes a new encoder for each call, which takes longer than to encode.
+    """
+    plain = json.JSONEncoder(separators=(",", ":"), ensure_ascii=True)
+    encoder: Any = json.encoder
+    make = encoder.c_make_encoder
+    if make is None:  # a Python without the C module
+        return plain.encode
+    escape = encoder.encode_basestring_ascii
+    chunks = make(None, plain.default, escape, None, ":", ",", False, False, True)
+    return lambda record: "".join(chunks(record, 0))
+
+
+_encode = _make_encode()
 
 
 def trace_path(folder: Path, rank: int) -> Path:
@@ -55,6 +75,11 @@ class Trace:
     scenario: dict[str, Any]
     records: list[Record]
     is_complete: bool
+
+    @cached_property
+    def lean_records(self) -> list[Record]:
+        """The records but for kernels, allocations and frees, which are most of them."""
+        return [record for record in self.records if record["op"] not in _BULK]
 
 
 def read_trace(path: Path) -> Trace:

@@ -26,6 +26,7 @@ class OpKind(StrEnum):
     END = "end"
     # Streams and events.
     STREAM = "stream"
+    STREAM_ROLE = "stream_role"
     EVENT_RECORD = "event_record"
     EVENT_WAIT = "event_wait"
     STREAM_WAIT = "stream_wait"
@@ -41,6 +42,8 @@ class OpKind(StrEnum):
     GROUP = "group"
     COLLECTIVE = "collective"
     COLLECTIVE_WAIT = "collective_wait"
+    # Graph capture.
+    CAPTURE = "capture"
     # Profiler ranges.
     NVTX_PUSH = "nvtx_push"
     NVTX_POP = "nvtx_pop"
@@ -49,11 +52,18 @@ class OpKind(StrEnum):
     NODE = "node"
     NODE_END = "node_end"
     # FSDP.
+    INSTALL = "install"
+    REMOVE = "remove"
     UNIT = "unit"
+    PARAMETER = "parameter"
     HOOK = "hook"
+    PHASE = "phase"
     UNSHARD = "unshard"
+    WEIGHT_VERSION = "weight_version"
     RESHARD = "reshard"
+    ZERO_FILL = "zero_fill"
     REDUCE = "reduce"
+    GRADIENTS = "gradients"
     FENCE = "fence"
     OPTIMIZER_STEP = "optimizer_step"
     GRAD_READ = "grad_read"
@@ -70,6 +80,8 @@ FIELDS: Final[dict[OpKind, dict[str, tuple[type, ...]]]] = {
     OpKind.HEADER: {"schema": _INT, "rank": _INT, "world_size": _INT, "scenario": (dict,)},
     OpKind.END: {"records": _INT},
     OpKind.STREAM: {"stream": _INT, "priority": _INT},
+    # What a stream is for: "compute", "communication", "all-gather" or "reduce-scatter".
+    OpKind.STREAM_ROLE: {"stream": _INT, "role": _STR},
     OpKind.EVENT_RECORD: {"stream": _INT, "event": _INT},
     OpKind.EVENT_WAIT: {"stream": _INT, "event": _INT, "record": _OPT_INT},
     OpKind.STREAM_WAIT: {"stream": _INT, "on": _INT},
@@ -94,6 +106,8 @@ FIELDS: Final[dict[OpKind, dict[str, tuple[type, ...]]]] = {
         "writes": _LIST,
     },
     OpKind.COLLECTIVE_WAIT: {"stream": _INT, "group": _STR, "n": _INT},
+    # `event` is "begin" or "end"; `stream` is the one that the capture begins on.
+    OpKind.CAPTURE: {"event": _STR, "graph": _INT, "stream": _INT},
     OpKind.NVTX_PUSH: {"text": _STR},
     OpKind.NVTX_POP: {},
     OpKind.STEP: {"step": _INT, "event": _STR},
@@ -107,10 +121,31 @@ FIELDS: Final[dict[OpKind, dict[str, tuple[type, ...]]]] = {
         "stream": _INT,
     },
     OpKind.NODE_END: {"name": _STR, "direction": _STR},
+    # Models are numbered in order of their first installation.
+    OpKind.INSTALL: {"model": _INT, "hooks": _INT},
+    OpKind.REMOVE: {"model": _INT},
     OpKind.UNIT: {"unit": _STR, "parameters": _INT, "trainable": _INT, "bytes": _INT},
+    # One a parameter: its owner (None without one), the gradients that it gets a microbatch (0 when
+    # frozen), whether they come from a later weight-gradient call, and all its names when tied.
+    OpKind.PARAMETER: {
+        "parameter": _STR,
+        "unit": _OPT_STR,
+        "fires": _INT,
+        "delayed": _BOOL,
+        "names": _LIST,
+        "shape": _LIST,
+        "dtype": _STR,
+    },
     OpKind.HOOK: {"point": _STR, "module": _STR, "unit": _STR},
+    # A change of a unit's phase; `event` is what caused it (real.hooks.lifecycle).
+    OpKind.PHASE: {"unit": _STR, "event": _STR, "before": _STR, "after": _STR},
+    # Version counters of a unit's full parameters, summed, after their storage was filled.
+    OpKind.WEIGHT_VERSION: {"unit": _STR, "version": _INT},
     OpKind.UNSHARD: {"unit": _STR, "stream": _INT, "gathered": _BOOL},
     OpKind.RESHARD: {"unit": _STR, "stream": _INT},
+    OpKind.ZERO_FILL: {"unit": _STR, "parameter": _STR},
+    # Which parameters of a unit have a gradient at the moment it is packed for its reduction.
+    OpKind.GRADIENTS: {"unit": _STR, "present": _LIST, "missing": _LIST},
     OpKind.REDUCE: {"unit": _STR, "stream": _INT, "last": _BOOL, "zero_filled": _INT},
     OpKind.FENCE: {"stream": _INT},
     OpKind.OPTIMIZER_STEP: {"stream": _INT},
@@ -130,7 +165,16 @@ Nanoseconds since the trace began. Only traces of a GPU run have them, and only 
 
 OPTIONAL_OF: Final[dict[OpKind, dict[str, tuple[type, ...]]]] = {
     # Shapes of the tensors read and written, each with its dtype in front: ["bf16", 64, 32].
-    OpKind.KERNEL: {"shapes": _LIST},
+    # Whether autograd launched it, which costs the host less than Python does.
+    OpKind.KERNEL: {"shapes": _LIST, "backward": _BOOL},
+    OpKind.NAME: {"bytes": _INT},
+    # The other rank of a message; messages are numbered per pair and direction.
+    OpKind.COLLECTIVE: {"peer": _INT},
+    OpKind.COLLECTIVE_WAIT: {"peer": _INT, "kind": _STR},
+    # Ranks that hold the shards, and what gradients are divided by before they are reduced.
+    OpKind.UNIT: {"ranks": _LIST, "divisor": _INT},
+    # Whether autograd is running: a forward hook seen then belongs to a recomputation.
+    OpKind.HOOK: {"in_backward": _BOOL},
 }
 """Fields that records of one operation may carry."""
 

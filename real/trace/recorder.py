@@ -52,6 +52,8 @@ class Recorder:
         self.unit: str | None = None
         self._numbered: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._next_number = 0
+        self._models: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._num_models = 0
 
     def header(self, *, rank: int, world_size: int, scenario: dict[str, Any]) -> None:
         """Writes the first record. `scenario` must hold nothing that differs between equal runs."""
@@ -70,6 +72,9 @@ class Recorder:
             op: The operation.
             **fields: The operation's fields, as listed in `real.trace.record.FIELDS`.
         """
+        return self._append(op, fields)
+
+    def _append(self, op: OpKind, fields: dict[str, object]) -> int:
         seq = self.num_records
         self.num_records = seq + 1
         if self._sink is not None:
@@ -90,6 +95,14 @@ class Recorder:
         if number is None:
             number = self._numbered[plan] = self._next_number
             self._next_number += 1
+        return number
+
+    def model_number(self, model: object) -> int:
+        """Returns a model's number, by first use; the same as long as the model lives."""
+        number = self._models.get(model)
+        if number is None:
+            number = self._models[model] = self._num_models
+            self._num_models += 1
         return number
 
     def close(self) -> None:

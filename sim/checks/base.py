@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Final, NamedTuple, Protocol
 
 from real.trace import OpKind, Trace
 from real.trace.recorder import Record
+
+_PLACED: Final = frozenset({OpKind.NODE, OpKind.NODE_END, OpKind.STEP, OpKind.HOOK})
+"""Records that say where in the schedule the next ones are."""
+
+
+def only(trace: Trace, ops: frozenset[OpKind]) -> list[Record]:
+    """Returns the records of some operations, and those that say where they are."""
+    wanted = ops | _PLACED
+    return [record for record in trace.lean_records if record["op"] in wanted]
 
 
 class Access(NamedTuple):
@@ -15,16 +25,21 @@ class Access(NamedTuple):
 
     Attributes:
         seq: Number of the record.
-        stream: The stream it runs on.
-        what: What it does, as "mm reads" or "all_gather writes".
+        stream: The stream it runs on; a negative one is a communicator's own.
+        what: What it does, as "mm reads" or "all_gather of layers.0 writes".
+        on: The stream in words, as "stream 2 (all-gather)".
+        where: Node, microbatch and hook in words, if known.
     """
 
     seq: int
     stream: int
     what: str
+    on: str | None = None
+    where: str | None = None
 
     def __str__(self) -> str:
-        return f"{self.what} (record {self.seq}, stream {self.stream})"
+        place = f", {self.where}" if self.where else ""
+        return f"{self.what} (record {self.seq}, {self.on or f'stream {self.stream}'}{place})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +58,7 @@ class Violation:
         missing: The order that is missing between them.
         hook: The hook that ran last before, as "pre_forward of decoder.layers.0", if known.
         seq: Number of the record at which it was noticed.
+        replay: The command that repeats the run, if known.
     """
 
     rule: str
@@ -56,6 +72,7 @@ class Violation:
     missing: str | None = None
     hook: str | None = None
     seq: int | None = None
+    replay: str | None = None
 
     def __str__(self) -> str:
         places = [
@@ -74,11 +91,17 @@ class Violation:
             lines.append(f"  missing: {self.missing}")
         if self.hook is not None:
             lines.append(f"  after hook: {self.hook}")
+        if self.replay is not None:
+            lines.append(f"  replay: {self.replay}")
         return "\n".join(lines)
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the violation as plain data."""
-        return asdict(self)
+        values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        for name in ("first", "second"):
+            if values[name] is not None:
+                values[name] = values[name]._asdict()
+        return values
 
 
 class Check(Protocol):
@@ -100,8 +123,7 @@ class Place:
 
     Attributes:
         step: Optimizer step, or None before the first.
-        node: Innermost schedule node, or None.
-        microbatch: Its microbatch.
+        nodes: Open schedule nodes with their microbatches, outermost first.
         hook: The newest hook inside the node.
     """
 
@@ -119,24 +141,131 @@ class Place:
         """The innermost node's microbatch."""
         return self.nodes[-1][1] if self.nodes else None
 
+    def __str__(self) -> str:
+        parts = [
+            *([self.node] if self.node is not None else []),
+            *([f"microbatch {self.microbatch}"] if self.microbatch is not None else []),
+            *([f"after {self.hook}"] if self.hook is not None else []),
+        ]
+        return ", ".join(parts)
 
-def walk(trace: Trace) -> Iterator[tuple[Record, Place]]:
-    """Yields every record with its place; the place object is one and changes as it goes."""
-    place = Place()
-    for record in trace.records:
+    def enter(self, record: Record) -> None:
+        """Takes a record into account before it is judged."""
         op = record["op"]
         if op == OpKind.NODE:
             layer = record["layer"]
             of = f" of {layer}" if layer is not None else ""
-            place.nodes.append(
-                (f"{record['name']} {record['direction']}{of}", record["microbatch"])
-            )
-            place.hook = None
+            self.nodes.append((f"{record['name']} {record['direction']}{of}", record["microbatch"]))
+            self.hook = None
         elif op == OpKind.STEP and record["event"] == "begin":
-            place.step = record["step"]
+            self.step = record["step"]
         elif op == OpKind.HOOK:
-            place.hook = f"{record['point']} of {record['module'] or '<root>'}"
-        yield record, place
-        if op == OpKind.NODE_END and place.nodes:
-            place.nodes.pop()
-            place.hook = None
+            self.hook = f"{record['point']} of {record['module'] or '<root>'}"
+
+    def leave(self, record: Record) -> None:
+        """Takes a record into account after it was judged."""
+        if record["op"] == OpKind.NODE_END and self.nodes:
+            self.nodes.pop()
+            self.hook = None
+
+
+def walk(records: Sequence[Record]) -> Iterator[tuple[Record, Place]]:
+    """Yields every record with its place; the place object is one and changes as it goes."""
+    place = Place()
+    for record in records:
+        if record["op"] in _PLACED:
+            place.enter(record)
+            yield record, place
+            place.leave(record)
+        else:
+            yield record, place
+
+
+class Reporter:
+    """Collects the violations of one rank, each with its place.
+
+    Args:
+        trace: The rank's trace.
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        self.found: list[Violation] = []
+        self._trace = trace
+        self._roles: dict[int, str] | None = None
+        self._places: tuple[list[int], list[Place]] | None = None
+
+    def report(
+        self,
+        rule: str,
+        message: str,
+        *,
+        unit: str | None = None,
+        seq: int | None = None,
+        first: Access | None = None,
+        second: Access | None = None,
+        missing: str | None = None,
+    ) -> None:
+        """Adds one violation. `seq`, or the second access's, says where it was noticed."""
+        if seq is None and second is not None:
+            seq = second.seq
+        place = Place() if seq is None else self.place_at(seq)
+        self.found.append(
+            Violation(
+                rule=rule,
+                rank=self._trace.rank,
+                message=message,
+                unit=unit_label(unit),
+                node=place.node,
+                microbatch=place.microbatch,
+                first=first,
+                second=second,
+                missing=missing,
+                hook=place.hook,
+                seq=seq,
+            )
+        )
+
+    def access(self, seq: int, stream: int, what: str, on: str | None = None) -> Access:
+        """Returns an access with its stream and its place in words."""
+        return Access(
+            seq,
+            stream,
+            what,
+            on=on or self.stream(stream),
+            where=str(self.place_at(seq)) or None,
+        )
+
+    def stream(self, stream: int) -> str:
+        """Returns a stream in words: "stream 2 (all-gather)"."""
+        if self._roles is None:
+            self._roles = stream_roles(self._trace)
+        role = self._roles.get(stream)
+        return f"stream {stream}" + (f" ({role})" if role is not None else "")
+
+    def place_at(self, seq: int) -> Place:
+        """Returns the place of a record. The first question costs a walk over the trace."""
+        if self._places is None:
+            seqs: list[int] = []
+            places: list[Place] = []
+            walked = Place()
+            for record in self._trace.lean_records:
+                walked.enter(record)
+                seqs.append(record["seq"])
+                places.append(replace(walked, nodes=walked.nodes[-1:]))
+                walked.leave(record)
+                if record["op"] == OpKind.NODE_END:
+                    seqs.append(record["seq"] + 1)
+                    places.append(replace(walked, nodes=walked.nodes[-1:]))
+            self._places = seqs, places
+        seqs, places = self._places
+        at = bisect_right(seqs, seq) - 1
+        return places[at] if at >= 0 else Place()
+
+
+def stream_roles(trace: Trace) -> dict[int, str]:
+    """Returns what each stream is for, as far as the trace says."""
+    roles: dict[int, str] = {}
+    for record in trace.lean_records:
+        if record["op"] == OpKind.STREAM_ROLE:
+            roles.setdefault(record["stream"], record["role"])
+    return roles

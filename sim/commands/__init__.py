@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any, Final, Protocol
 
-from sim.commands import check, fuzz, mutants, run
+from sim.commands import bench, cases, check, diff, fuzz, mutants, run, time, whatif
 
 Subparsers = Any  # argparse gives the class no public name
 
@@ -34,7 +34,12 @@ class Command(Protocol):
 COMMANDS: Final[dict[str, Command]] = {
     "run": run,
     "check": check,
+    "diff": diff,
     "mutants": mutants,
     "fuzz": fuzz,
+    "cases": cases,
+    "time": time,
+    "whatif": whatif,
+    "bench": bench,
 }
 """All commands by name, in the order in which help lists them."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from real.trace import read_traces
+from real.trace import TraceError, read_traces
 from sim.commands.common import DIFFERS
 
 
@@ -26,10 +27,14 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     """Judges a trace."""
-    from sim.checks import check_traces
+    from sim.checks import check_traces, fsdp_bytes
 
     traces = read_traces(arguments.trace)
-    violations = check_traces(traces)
+    try:
+        violations = check_traces(traces, replay=f"python -m sim {shlex.join(argv)}")
+        memory = {trace.rank: fsdp_bytes(trace) for trace in traces}
+    except TraceError as error:  # what no reader of single lines can see
+        raise TraceError(f"{arguments.trace}: {error}") from None
     cut = [trace.rank for trace in traces if not trace.is_complete]
     num_records = sum(len(trace.records) for trace in traces)
     if arguments.json:
@@ -41,6 +46,11 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
                     "num_records": num_records,
                     "incomplete_ranks": cut,
                     "violations": [violation.as_dict() for violation in violations],
+                    # None where the trace names no storage: it was recorded without kernels.
+                    "fsdp_bytes": [
+                        None if counted is None else {"rank": rank, **counted.as_dict()}
+                        for rank, counted in memory.items()
+                    ],
                 }
             )
         )
@@ -49,5 +59,11 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
             print(violation)
         if cut:
             print(f"cut short on rank {', '.join(map(str, cut))}: the end was not judged")
+        for rank, counted in memory.items():
+            if counted is not None:
+                print(
+                    f"FSDP buffers of rank {rank}: {counted.resting_bytes} bytes at rest, "
+                    f"{counted.peak_bytes} at most (record {counted.peak_seq})"
+                )
         print(f"{len(violations)} violations in {num_records} records of {len(traces)} ranks")
     return DIFFERS if violations else 0

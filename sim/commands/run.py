@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from real.config import load_scenario
+from real.config import Scenario, load_scenario
 from real.flags import add_scenario_flags, scenario_overrides
 from real.result import as_json, format_table
 from sim.commands.common import (
     DEFAULT_SCENARIO,
     DIFFERS,
+    Progress,
     add_fault_flag,
     fail,
     faults_of,
@@ -40,8 +41,31 @@ def add(commands: Any) -> None:
     run.add_argument("--out", type=Path, help="folder of the trace (default: runs/SCENARIO)")
     run.add_argument(
         "--kernels",
+        choices=("none", "step", "all"),
+        default="step",
+        help="record kernels with the storages they read and write, and check their order: in the "
+        "second step (default; the first if there is only one), in all steps, or not at all",
+    )
+    run.add_argument(
+        "--shapes", action="store_true", help="record the shapes of kernels too, for timing"
+    )
+    run.add_argument(
+        "--shapes-only",
         action="store_true",
-        help="also record kernels with the storages they read and write, and check their order",
+        help="run forward and backward without arithmetic, at any size, and write the trace with "
+        "kernels and their shapes; compares nothing",
+    )
+    run.add_argument(
+        "--routing-imbalance",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="with --shapes-only: tokens of the most loaded expert over the mean (default: 1)",
+    )
+    run.add_argument(
+        "--no-fsdp",
+        action="store_true",
+        help="with --shapes-only: the model without FSDP, under the scenario's schedule",
     )
     add_fault_flag(run)
     run.add_argument("--json", action="store_true", help="print one JSON object")
@@ -51,8 +75,14 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     """Trains the scenario and its reference."""
     scenario = load_scenario(arguments.scenario).changed(**scenario_overrides(arguments))
     faults = faults_of(arguments, scenario)
-    if faults and arguments.world == "gloo":
-        return fail("Expected --world inprocess with --fault, got gloo.")
+    if faults and (arguments.world == "gloo" or arguments.shapes_only):
+        got = "--shapes-only" if arguments.shapes_only else "--world gloo"
+        return fail(f"Expected --fault with --world inprocess and arithmetic, got {got}.")
+    if not arguments.shapes_only and (arguments.no_fsdp or arguments.routing_imbalance != 1.0):
+        return fail("Expected --no-fsdp and --routing-imbalance with --shapes-only, got none.")
+    if not 1.0 <= arguments.routing_imbalance < 2.0:
+        got = arguments.routing_imbalance
+        return fail(f"Expected a --routing-imbalance of at least 1 and below 2, got {got}.")
     out = arguments.out or Path("runs") / arguments.scenario.stem
     replay = f"python -m sim {shlex.join(argv)}"
     # Imported late: bad input is answered before torch and Megatron load.
@@ -68,7 +98,12 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     from sim.runner import open_sinks, run_in_process
     from sim.world.world import WorldError
 
+    needs_all = any(map(needs_kernels, faults))  # who knows in which step it comes up
+    has_all = arguments.kernels == "all" or needs_all
+    kernel_steps = None if has_all else [min(1, scenario.train_iters - 1)]
     progress = progress_line() if not arguments.json else no_progress
+    if arguments.shapes_only:
+        return _run_for_shapes(scenario, arguments, out, replay, progress)
     try:
         if arguments.world == "gloo":
             from sim.world.gloo import run_gloo
@@ -83,7 +118,9 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
                 replay=replay,
                 faults=faults,
                 progress=progress,
-                records_kernels=arguments.kernels or any(map(needs_kernels, faults)),
+                records_kernels=arguments.kernels != "none" or needs_all,
+                kernel_steps=kernel_steps,
+                records_shapes=arguments.shapes,
             )
     except WorldError as error:
         progress("")
@@ -96,3 +133,36 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     else:
         print(format_table(scenario, result))
     return DIFFERS if problems else 0
+
+
+def _run_for_shapes(
+    scenario: Scenario, arguments: argparse.Namespace, out: Path, replay: str, progress: Progress
+) -> int:
+    from sim.hollow.routing import Routing
+    from sim.hollow.run import ShapesRun, run_for_shapes
+    from sim.runner import open_sinks
+    from sim.world.world import WorldError
+
+    options = ShapesRun(
+        is_reference=arguments.no_fsdp,
+        routing=Routing(imbalance=arguments.routing_imbalance, seed=scenario.seed),
+    )
+    sinks = open_sinks(out, scenario.world_size)
+    try:
+        result = run_for_shapes(
+            scenario, options, sinks=sinks, out=out, replay=replay, progress=progress
+        )
+    except WorldError as error:
+        progress("")
+        print(f"sim: {error}", file=sys.stderr)
+        return DIFFERS
+    progress("")
+    if arguments.json:
+        numbers = {"records": result.num_records, "wall_s": round(result.wall_s, 2)}
+        print(json.dumps({"kind": "shapes only", "trace": str(out), **numbers}))
+    else:
+        print(
+            f"shapes only: no values, so no losses and nothing compared\ntrace: {out} "
+            f"({result.num_records} records)\n{result.wall_s:.1f} s, imports excluded"
+        )
+    return 0

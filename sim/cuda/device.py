@@ -15,10 +15,9 @@ import threading
 from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from real.trace import OpKind, Recorder
 from sim.cuda.autograd import ACCUMULATOR_SEQUENCE, GraphTask
@@ -26,18 +25,11 @@ from sim.cuda.autograd import ACCUMULATOR_SEQUENCE, GraphTask
 if TYPE_CHECKING:
     from sim.cuda.streams import Stream
 
-_PRUNE_STORAGES_EVERY: Final = 4096
+_NUMBER: Final = "_fake_cuda_number"
 
 # Taken before any swap, so that the device keeps working while torch's names are replaced.
 _sequence_number = torch._C._autograd._get_sequence_nr
 _current_node = torch._C._current_autograd_node
-
-
-_weak_reference: Any = StorageWeakRef
-
-
-def _is_gone(reference: Any) -> bool:
-    return bool(reference.expired())
 
 
 class FakeDevice:
@@ -58,7 +50,11 @@ class FakeDevice:
         self.nvtx_depth = 0
         self.graph_tasks: list[GraphTask] = []
         self._num_streams = 0
-        self._storages: dict[int, tuple[Any, int]] = {}
+        self._num_graphs = 0
+        # Streams that take part in the capture on its way, the one that it began on first.
+        self._capturing: list[int] = []
+        self._captured_events: set[int] = set()
+        self._capture_stream: Stream | None = None
         self._num_storages = 0
         self.default_stream: Stream = Stream._on(self, priority=0)
         self._host_stream: Stream = self.default_stream
@@ -78,6 +74,61 @@ class FakeDevice:
         event_id = self.num_events
         self.num_events = event_id + 1
         return event_id
+
+    def new_graph_id(self) -> int:
+        """Numbers a new graph, or a memory pool of graphs."""
+        graph_id = self._num_graphs
+        self._num_graphs = graph_id + 1
+        return graph_id
+
+    def capture_stream(self) -> Stream:
+        """Returns the stream that captures begin on where none is given."""
+        from sim.cuda.streams import Stream
+
+        if self._capture_stream is None:
+            self._capture_stream = Stream._on(self, priority=0)
+        return self._capture_stream
+
+    def begin_capture(self) -> int:
+        """Begins a capture on the current stream, whose number it returns.
+
+        Raises:
+            RuntimeError: A capture is on its way.
+        """
+        if self._capturing:
+            raise RuntimeError("Cannot begin a capture inside another one.")
+        self._capturing = [self.current_stream().stream_id]
+        return self._capturing[0]
+
+    def end_capture(self) -> int:
+        """Ends the capture and returns the number of the stream that it began on.
+
+        Raises:
+            RuntimeError: No capture is on its way.
+        """
+        if not self._capturing:
+            raise RuntimeError("Cannot end a capture before one begins.")
+        first = self._capturing[0]
+        self._capturing = []
+        self._captured_events.clear()
+        return first
+
+    def is_capturing(self, stream_id: int) -> bool:
+        """Whether a stream takes part in the capture on its way."""
+        return stream_id in self._capturing
+
+    def join_capture(
+        self, stream_id: int, *, stream: int | None = None, event: int | None = None
+    ) -> None:
+        """Has a stream take part in a capture when what it waits for does."""
+        if self._capturing and stream_id not in self._capturing:
+            if stream in self._capturing or event in self._captured_events:
+                self._capturing.append(stream_id)
+
+    def note_event(self, stream_id: int, record: int) -> None:
+        """Notes the record of an event, for streams that wait for it during a capture."""
+        if stream_id in self._capturing:
+            self._captured_events.add(record)
 
     def current_stream(self) -> Stream:
         """Returns what a GPU would have as current stream [Note: the stream inside backward]."""
@@ -123,16 +174,13 @@ class FakeDevice:
 
     def storage_id(self, storage: torch.UntypedStorage) -> int:
         """Returns a storage's number: the same as long as it lives, never used again after."""
-        key = storage._cdata
-        known = self._storages.get(key)
-        if known is not None and not _is_gone(known[0]):
-            return known[1]
-        if len(self._storages) >= _PRUNE_STORAGES_EVERY:
-            self._storages = {k: v for k, v in self._storages.items() if not _is_gone(v[0])}
-        # The weak reference also keeps the address from being used for another storage.
+        # The number rides on the storage's Python object, which lives as long as the storage does.
+        known = storage.__dict__.get(_NUMBER)
+        if known is not None and known[0] is self:
+            return int(known[1])
         storage_id = self._num_storages
         self._num_storages = storage_id + 1
-        self._storages[key] = (_weak_reference(storage), storage_id)
+        storage.__dict__[_NUMBER] = (self, storage_id)
         return storage_id
 
 

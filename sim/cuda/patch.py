@@ -18,7 +18,7 @@ import torch
 # DTensor imports it at first use, and at import it looks into torch.cuda's own functions.
 import torch._dynamo
 
-from sim.cuda import autograd, runtime, streams, tensors
+from sim.cuda import autograd, graphs, runtime, streams, tensors
 
 _MISSING: Final = object()
 
@@ -34,6 +34,7 @@ class Swap(NamedTuple):
 _RNG = ("get_rng_state", "set_rng_state", "manual_seed", "manual_seed_all", "initial_seed")
 
 _CUDA_STAND_INS: Final[dict[str, Any]] = {
+    "CUDAGraph": graphs.CUDAGraph,
     "Event": streams.Event,
     "Stream": streams.Stream,
     "StreamContext": streams.StreamContext,
@@ -46,12 +47,14 @@ _CUDA_STAND_INS: Final[dict[str, Any]] = {
     "default_generators": runtime.default_generators,
     "device_count": runtime.device_count,
     "empty_cache": runtime.empty_cache,
+    "graph": graphs.graph,
+    "graph_pool_handle": graphs.graph_pool_handle,
     "get_device_capability": runtime.get_device_capability,
     "get_device_name": runtime.get_device_name,
     "get_device_properties": runtime.get_device_properties,
     "init": runtime.init,
     "is_available": runtime.is_available,
-    "is_current_stream_capturing": runtime.is_current_stream_capturing,
+    "is_current_stream_capturing": graphs.is_current_stream_capturing,
     "is_initialized": runtime.is_initialized,
     "reset_peak_memory_stats": runtime.reset_peak_memory_stats,
     "set_device": runtime.set_device,

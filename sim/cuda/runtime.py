@@ -90,11 +90,6 @@ def accelerator_synchronize(device: Any = None, /) -> None:
     synchronize()
 
 
-def is_current_stream_capturing() -> bool:
-    """Returns False: graph capture is not modelled."""
-    return False
-
-
 def get_device_name(device: Any = None) -> str:
     """Returns a name that says that the device is no GPU."""
     return _NAME
@@ -132,8 +127,13 @@ def set_rng_state(new_state: torch.Tensor, device: Any = "cuda") -> None:
 
 
 def get_host_rng_state() -> torch.Tensor:
-    """Returns the calling rank's host random state; stands for `torch.get_rng_state`."""
-    return active_device().host_rng_state.clone()
+    """Returns the calling rank's host random state; stands for `torch.get_rng_state`.
+
+    It is in host memory: what is done with it launches no kernel.
+    """
+    state = active_device().host_rng_state.clone()
+    state.untyped_storage().is_host = True  # type: ignore[attr-defined]
+    return state
 
 
 def set_host_rng_state(new_state: torch.Tensor) -> None:

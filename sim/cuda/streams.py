@@ -76,10 +76,12 @@ class Stream:
         self._device.recorder.record(
             OpKind.EVENT_WAIT, stream=self.stream_id, event=event.event_id, record=record
         )
+        self._device.join_capture(self.stream_id, event=record)
 
     def wait_stream(self, stream: Stream) -> None:
         """Orders all later work of this stream after all work that `stream` has so far."""
         self._device.recorder.record(OpKind.STREAM_WAIT, stream=self.stream_id, on=stream.stream_id)
+        self._device.join_capture(self.stream_id, stream=stream.stream_id)
 
     def record_event(self, event: Event | None = None) -> Event:
         """Records `event`, or a new one, on this stream and returns it."""
@@ -93,8 +95,8 @@ class Stream:
         return True
 
     def is_capturing(self) -> bool:
-        """Returns False: graph capture is not modelled."""
-        return False
+        """Whether this stream takes part in a graph capture."""
+        return self._device.is_capturing(self.stream_id)
 
     def synchronize(self) -> None:
         """Makes the host wait for this stream."""
@@ -148,6 +150,7 @@ class Event:
         self._newest_record = self._device.recorder.record(
             OpKind.EVENT_RECORD, stream=stream.stream_id, event=self.event_id
         )
+        self._device.note_event(stream.stream_id, self._newest_record)
 
     def wait(self, stream: Stream | None = None) -> None:
         """Makes `stream`, or the current stream, wait for the newest record."""

@@ -89,7 +89,7 @@ def _at(
     first: Access | None = None,
     second: Access | None = None,
 ) -> Violation:
-    for record, place in walk(trace):
+    for record, place in walk(trace.records):
         if record["seq"] == seq:
             return Violation(
                 rule=rule,

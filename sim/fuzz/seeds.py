@@ -187,7 +187,7 @@ def run_once(
             sink=sinks[rank],
             start=init_process_group,
             on_step=on_step,
-            records_kernels=records_kernels,
+            kernel_steps=range(scenario.train_iters) if records_kernels else (),
         )
 
     from real.mcore.observe import recorded_nodes

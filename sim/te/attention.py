@@ -13,6 +13,8 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+from sim.cuda.shapes import kernel
+from sim.te.affine import SavedContext
 from sim.te.attention_mask import MASK_TYPES, full_mask
 from sim.te.base import RngStatesTracker, TransformerEngineBaseModule
 from sim.te.refusal import not_modelled, refuse_if
@@ -46,6 +48,32 @@ class FusedAttention(torch.nn.Module):
         raise not_modelled("the fused attention backend")
 
 
+class _MaskedSoftmax(torch.autograd.Function):
+    """One kernel each way; keeps the rounded probabilities, and its gradient is made in place."""
+
+    @staticmethod
+    def forward(ctx: SavedContext, scores: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        with kernel("te:masked_softmax_forward", reads=(scores, mask)) as launch:
+            wide = scores.float()
+            if mask is not None:
+                wide = wide.masked_fill(mask, MASKED_SCORE)
+            probabilities = torch.softmax(wide, dim=-1).to(scores.dtype)
+            launch.writes = (probabilities,)
+        ctx.save_for_backward(probabilities)
+        return probabilities
+
+    @staticmethod
+    def backward(ctx: SavedContext, grad_output: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (probabilities,) = ctx.saved_tensors
+        assert probabilities is not None
+        grad = grad_output.contiguous()
+        with kernel("te:masked_softmax_backward", reads=(probabilities,), updates=(grad,)):
+            wide, weights = grad.float(), probabilities.float()
+            product = wide * weights
+            grad.copy_(product - weights * product.sum(dim=-1, keepdim=True))
+        return grad, None
+
+
 class FusedScaleMaskSoftmax(torch.nn.Module):
     """Masked softmax over the last dimension, computed in fp32 or better."""
 
@@ -53,8 +81,12 @@ class FusedScaleMaskSoftmax(torch.nn.Module):
         self, inp: torch.Tensor, mask: torch.Tensor | None, attn_mask_type: str
     ) -> torch.Tensor:
         """Returns probabilities of inp's dtype; `mask` [1 or b, 1, sq, sk] is True where hidden."""
+        if attn_mask_type == "no_mask":
+            mask = None
+        if inp.dtype in (torch.bfloat16, torch.float16):
+            return _MaskedSoftmax.apply(inp, mask)  # type: ignore[no-any-return]
         scores = inp.to(torch.promote_types(torch.float32, inp.dtype))
-        if mask is not None and attn_mask_type != "no_mask":
+        if mask is not None:
             scores = scores.masked_fill(mask, MASKED_SCORE)
         return torch.softmax(scores, dim=-1).to(inp.dtype)
 
@@ -112,8 +144,10 @@ class UnfusedDotProductAttention(torch.nn.Module):
             layer.reshape(layer.shape[0], batch * heads, -1).transpose(0, 1)
             for layer in (query_layer, key_layer, value_layer)
         )
+        # TE makes room for the scores and multiplies into new room all the same.
+        room = query.new_empty(batch * heads, seqlen_q, seqlen_kv)
         scores = torch.baddbmm(
-            query.new_zeros(()), query, key.transpose(1, 2), beta=0.0, alpha=self.softmax_scale
+            room, query, key.transpose(1, 2), beta=0.0, alpha=self.softmax_scale
         ).view(batch, heads, seqlen_q, seqlen_kv)
         if core_attention_bias is not None:
             scores = (scores + core_attention_bias).to(query.dtype)

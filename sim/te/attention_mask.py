@@ -57,23 +57,25 @@ def full_mask(
         lengths = (visible[:, 0, :, 0].sum(dim=1), visible[:, 0, 0, :].sum(dim=1))
     elif attention_mask is not None:
         explicit = attention_mask if isinstance(attention_mask, torch.Tensor) else attention_mask[0]
-    distance = torch.arange(seqlen_kv, device=device).view(1, 1, 1, -1) - torch.arange(
-        seqlen_q, device=device
-    ).view(1, 1, -1, 1)
-    if bottom_right:
+    # The same operators on the same types as TE: at long sequences they take time on a GPU.
+    left = seqlen_kv if window_size[0] == -1 else window_size[0]
+    right = 0 if causal else seqlen_q if window_size[1] == -1 else window_size[1]
+    distance = torch.arange(seqlen_q, dtype=torch.int32, device=device).view(
+        1, 1, -1, 1
+    ) - torch.arange(seqlen_kv, dtype=torch.int32, device=device).view(1, 1, 1, -1)
+    if not bottom_right:
+        too_early, too_late = distance - left, distance + right
+    elif lengths is None:
+        too_early = distance + seqlen_kv - seqlen_q - left
+        too_late = distance + seqlen_kv - seqlen_q + right
+    else:
         # Padded sequences have a corner each, at the end of their real tokens.
-        shift = (
-            torch.tensor(seqlen_kv - seqlen_q, device=device)
-            if lengths is None
-            else (lengths[1] - lengths[0]).view(-1, 1, 1, 1)
-        )
-        distance = distance - shift
-    hidden = torch.zeros_like(distance, dtype=torch.bool)
-    if window_size[0] != -1:
-        hidden = hidden | (distance < -window_size[0])
-    if causal or window_size[1] != -1:
-        hidden = hidden | (distance > (0 if causal else window_size[1]))
-    mask = hidden if explicit is None else hidden | explicit
+        shift = lengths[1] - lengths[0]
+        too_early = distance + (shift - left).view(-1, 1, 1, 1)
+        too_late = distance + (shift + right).view(-1, 1, 1, 1)
+    mask = torch.logical_not((too_early <= 0) & ~(too_late < 0))
+    if explicit is not None:
+        mask = torch.logical_or(mask, explicit)
     return ("arbitrary" if has_window else attn_mask_type), mask
 
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
+from sim.cuda.shapes import kernel
 from sim.te.refusal import refuse_if
 from sim.te.storage import require_live
 
@@ -66,21 +67,39 @@ def general_gemm(
     if out is not None and not out.is_contiguous():
         raise ValueError("Expected a contiguous GEMM output, got a strided one.")
     dtype = out.dtype if out is not None else (out_dtype or A.dtype)
+    updates = () if out is None else (out,)
+    with kernel(f"te:gemm_{layout}", reads=(A, B, bias), updates=updates) as launch:
+        product, bias_gradient = _product(A, B, layout, dtype, out, bias, accumulate, grad)
+        launch.writes = (None if out is not None else product, bias_gradient)
+    return product, bias_gradient, None, None
+
+
+def _product(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    layout: str,
+    dtype: torch.dtype,
+    out: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    accumulate: bool,
+    grad: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Returns product and bias gradient; one kernel with its epilogue."""
     product = _multiply(
-        require_live(A, "GEMM operand A"), require_live(B, "GEMM operand B"), layout, dtype
+        require_live(a, "GEMM operand A"), require_live(b, "GEMM operand B"), layout, dtype
     )
     bias_gradient = None
     if bias is not None and grad:
-        bias_gradient = _column_sum(B, bias.dtype)
+        bias_gradient = _column_sum(b, bias.dtype)
     elif bias is not None:
         product = product + bias.to(dtype)
     if out is None:
-        return product, bias_gradient, None, None
+        return product, bias_gradient
     if accumulate:
         out.add_(product)
     else:
         out.copy_(product)
-    return out, bias_gradient, None, None
+    return out, bias_gradient
 
 
 @torch.no_grad()
@@ -126,12 +145,15 @@ def general_grouped_gemm(
     biases: Sequence[torch.Tensor | None] = (
         bias if use_bias and bias is not None else [None] * len(A)
     )
-    bias_gradients = [
-        general_gemm(
-            a, b, layout=layout, out=target, accumulate=accumulate, bias=pair_bias, grad=grad
-        )[1]
-        for a, b, target, pair_bias in zip(A, B, targets, biases, strict=True)
-    ]
+    bias_gradients = []
+    for a, b, target, pair_bias in zip(A, B, targets, biases, strict=True):
+        # A name of its own: on a GPU the products of all experts run side by side.
+        with kernel(f"te:expert_gemm_{layout}", reads=(a, b, pair_bias), updates=(target,)) as one:
+            bias_gradient = general_gemm(
+                a, b, layout=layout, out=target, accumulate=accumulate, bias=pair_bias, grad=grad
+            )[1]
+            one.writes = (bias_gradient,)
+        bias_gradients.append(bias_gradient)
     return out, bias_gradients, None
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import Parameter
 
+from sim.cuda.shapes import kernel
 from sim.te.affine import SavedContext
 from sim.te.base import InitMethod, RngStatesTracker, TransformerEngineBaseModule, constant_init
 from sim.te.gemm import general_grouped_gemm
@@ -100,9 +101,11 @@ class _GroupedLinear(torch.autograd.Function):
         bgrads: Sequence[torch.Tensor | None] = [None] * num_gemms
         if ctx.requires_wgrad:
             # [Note: placeholder gradients]
-            packed = torch.full(
-                (num_gemms, *weights[0].shape), torch.nan, dtype=dtype, device=grad_rows.device
-            )
+            with kernel() as launch:
+                packed = torch.full(
+                    (num_gemms, *weights[0].shape), torch.nan, dtype=dtype, device=grad_rows.device
+                )
+                launch.writes = (packed,)
             buffers = [packed[index] for index in range(num_gemms)]
             wgrads = buffers
             grouped_wgrad = _make_grouped_wgrad(call, saved[2 * num_gemms :])

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 import torch
 from torch.nn import Parameter
 
+from sim.cuda.shapes import kernel
 from sim.te.affine import SavedContext
 from sim.te.refusal import refuse_if
 from sim.te.storage import host_device, require_live
@@ -35,6 +36,20 @@ def norm_forward(
     Returns:
         (output, (mean, 1/std)) for LayerNorm, (output, (1/rms,)) for RMSNorm; statistics [rows, 1].
     """
+    with kernel(f"te:{normalization.lower()}_forward", reads=(x, gamma, beta)) as launch:
+        out, statistics = _normalise(x, gamma, beta, eps, zero_centered_gamma, normalization)
+        launch.writes = (out, *statistics)
+    return out, statistics
+
+
+def _normalise(
+    x: torch.Tensor,
+    gamma: torch.Tensor,
+    beta: torch.Tensor | None,
+    eps: float,
+    zero_centered_gamma: bool,
+    normalization: str,
+) -> tuple[torch.Tensor, Statistics]:
     wide = x.to(_compute_dtype(x))
     scale = _scale(gamma, wide.dtype, zero_centered_gamma)
     if normalization == "RMSNorm":
@@ -56,6 +71,27 @@ def norm_backward(
     normalization: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Returns (x gradient, gamma gradient, beta gradient or None) for `norm_forward`."""
+    # The second kernel adds up the parts of the parameters' gradients.
+    names = (f"te:{normalization.lower()}_backward", "te:norm_backward_finalize")
+    reads = (grad_output, x, gamma, *statistics)
+    with kernel(names[0], reads=reads) as launch:
+        gradients = _norm_gradients(
+            grad_output, x, statistics, gamma, zero_centered_gamma, normalization
+        )
+        launch.writes = gradients
+    with kernel(names[1], updates=gradients[1:]):
+        pass
+    return gradients
+
+
+def _norm_gradients(
+    grad_output: torch.Tensor,
+    x: torch.Tensor,
+    statistics: Statistics,
+    gamma: torch.Tensor,
+    zero_centered_gamma: bool,
+    normalization: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     wide = x.to(_compute_dtype(x))
     grad = grad_output.to(wide.dtype)
     inverse = statistics[-1]

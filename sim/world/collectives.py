@@ -7,11 +7,13 @@ and are rounded once, so the result does not depend on the order in which ranks 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+
+from sim.hollow import is_hollow
 
 ReduceOp = dist.ReduceOp
 
@@ -29,6 +31,7 @@ class Call:
         in_splits: Rows to each rank (all_to_all_single), or None.
         out_splits: Rows from each rank (all_to_all_single), or None.
         unit: FSDP unit on whose behalf it is called, or None.
+        blanked: Outputs that `blank_outputs` has cleared.
     """
 
     kind: str
@@ -39,6 +42,7 @@ class Call:
     in_splits: list[int] | None = None
     out_splits: list[int] | None = None
     unit: str | None = None
+    blanked: list[torch.Tensor] = field(default_factory=list)
 
     @property
     def num_bytes(self) -> int:
@@ -191,6 +195,40 @@ def complete(calls: Sequence[Call]) -> None:
     everyone = range(len(calls))
     for target in everyone:
         finish(calls[target], [parts(calls[s], s, target) for s in everyone], target)
+
+
+def blank_outputs(call: Call) -> None:
+    """Clears the outputs of an asynchronous call: nobody may read them before the wait.
+
+    Who does reads zeros, in every run. Outputs that share memory with an input keep it.
+    """
+    if any(map(is_hollow, call.inputs)):
+        return  # nobody reads values in such a run
+    inputs = {tensor.untyped_storage()._cdata for tensor in call.inputs}
+    call.blanked = [t for t in call.outputs if t.untyped_storage()._cdata not in inputs]
+    for tensor in call.blanked:
+        tensor.detach().zero_()
+
+
+def with_memory(call: Call) -> Call:
+    """Returns a call whose tensors all have memory, for one that lost some while it was on its way.
+
+    On a GPU such memory may hold anything; checks see the release in the trace.
+    """
+    if all(map(_has_memory, (*call.inputs, *call.outputs))):
+        return call
+    inputs, outputs = ([_scratch(t) for t in tensors] for tensors in (call.inputs, call.outputs))
+    return replace(call, inputs=inputs, outputs=outputs, blanked=[])
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    return tensor.numel() == 0 or tensor.untyped_storage().nbytes() > 0
+
+
+def _scratch(tensor: torch.Tensor) -> torch.Tensor:
+    if _has_memory(tensor):
+        return tensor
+    return torch.zeros(tensor.shape, dtype=tensor.dtype)
 
 
 def _num_rows(tensor: torch.Tensor) -> int:

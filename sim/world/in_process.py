@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from sim.cuda.device import active_device
 from sim.faults import Fault
+from sim.hollow import is_hollow, mark_hollow
 from sim.world import collectives
 from sim.world.collectives import Call
 from sim.world.faults import Disturber
@@ -119,7 +121,7 @@ class _MessageHandle:
                 f"of {message.tensor.dtype}, rank {self._rank} expects {tensor.numel()} of "
                 f"{tensor.dtype}.",
             )
-        with torch.no_grad():
+        with torch.no_grad(), torch._C._DisableTorchDispatch():  # no kernel of this rank
             tensor.detach().copy_(message.tensor.view_as(tensor))
 
 
@@ -171,8 +173,18 @@ class InProcess:
             raise self._world.mismatch(
                 self._rank, f"Sizes do not match in {meeting.place}: {problem}."
             )
-        with torch._C._DisableTorchDispatch():  # what moves the data is no kernel of any rank
-            collectives.complete(calls)
+        # An asynchronous call moved the version of its outputs when it was issued, as on a GPU.
+        blanked = tuple(tensor for call in calls for tensor in call.blanked)
+        with (
+            torch._C._DisableTorchDispatch(),  # what moves the data is no kernel of any rank
+            _unsafe_preserve_version_counter(blanked),
+        ):
+            if any(is_hollow(tensor) for call in calls for tensor in call.inputs):
+                for call in calls:
+                    for tensor in call.outputs:
+                        mark_hollow(tensor)
+            else:
+                collectives.complete([collectives.with_memory(call) for call in calls])
         meeting.is_done = True
         meeting.calls = {}  # a Work that is kept keeps no tensors
         self._world.wake(meeting.place.ranks)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -75,12 +75,24 @@ class Transport(Protocol):
         ...
 
 
+class _Issued(NamedTuple):
+    """A call on its way.
+
+    Attributes:
+        handle: Tells when its outputs are written.
+        n: Its number in the group, or in its pair and direction.
+        message: The fields that say which pair and direction; none for a collective.
+    """
+
+    handle: Handle
+    n: int
+    message: dict[str, Any] = {}  # noqa: RUF012 - never changed
+
+
 class _Work(dist.Work):
     """What an asynchronous call returns; done when its last call is done."""
 
-    def __init__(
-        self, group: FakeProcessGroup, handles: Sequence[tuple[int, Handle]], result: Any
-    ) -> None:
+    def __init__(self, group: FakeProcessGroup, handles: Sequence[_Issued], result: Any) -> None:
         super().__init__()
         self._group = group
         self._handles = list(handles)
@@ -91,15 +103,15 @@ class _Work(dist.Work):
         return not self._handles
 
     def is_completed(self) -> bool:
-        return all(handle.is_done() for _, handle in self._handles)
+        return all(issued.handle.is_done() for issued in self._handles)
 
     def is_success(self) -> bool:
         return self.is_completed()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        for n, handle in self._handles:
-            handle.wait()
-            self._group.record_wait(n)
+        for issued in self._handles:
+            issued.handle.wait()
+            self._group.record_wait(issued.n, **issued.message)
         self._handles = []
         return True
 
@@ -145,7 +157,7 @@ class FakeProcessGroup(_ProcessGroup):
         self.ranks = ranks
         self._num_calls = 0
         self._num_messages: dict[tuple[int, int], int] = {}
-        self._coalesced: list[tuple[int, Handle]] | None = None
+        self._coalesced: list[_Issued] | None = None
         # A Work that C++ alone holds would lose its Python half; kept until it is waited for.
         self._works: list[_Work] = []
         transport.open(self)
@@ -174,14 +186,15 @@ class FakeProcessGroup(_ProcessGroup):
 
     # -- issuing ----------------------------------------------------------------------------
 
-    def record_wait(self, n: int) -> None:
-        """Notes that the current stream waits for collective number `n`."""
+    def record_wait(self, n: int, **message: Any) -> None:
+        """Notes that the current stream waits for collective number `n`, or for a message."""
         device = active_device()
         device.recorder.record(
             OpKind.COLLECTIVE_WAIT,
             stream=device.current_stream().stream_id,
             group=self._name,
             n=n,
+            **message,
         )
 
     def _issue(self, call: Call, opts: Any, result: Any) -> dist.Work:
@@ -198,11 +211,11 @@ class FakeProcessGroup(_ProcessGroup):
 
     def _issue_late(self, call: Call, is_async: bool) -> None:
         """Issues a collective whose caller was told that it is done."""
-        _, handle = self._start(call, is_async)
+        issued = self._start(call, is_async)
         if not is_async:
-            handle.wait()
+            issued.handle.wait()
 
-    def _start(self, call: Call, is_async: bool) -> tuple[int, Handle]:
+    def _start(self, call: Call, is_async: bool) -> _Issued:
         device = active_device()
         n = self._num_calls
         self._num_calls = n + 1
@@ -220,14 +233,17 @@ class FakeProcessGroup(_ProcessGroup):
             reads=_storage_ids(device, call.inputs),
             writes=_storage_ids(device, call.outputs),
         )
-        return n, self._transport.start(self, n, call)
+        if is_async and len(self.ranks) > 1:
+            with torch._C._DisableTorchDispatch():
+                collectives.blank_outputs(call)
+        return _Issued(self._transport.start(self, n, call), n)
 
-    def _finish(self, handles: list[tuple[int, Handle]], is_async: bool, result: Any) -> dist.Work:
+    def _finish(self, handles: list[_Issued], is_async: bool, result: Any) -> dist.Work:
         if self._coalesced is not None:
             self._coalesced.extend(handles)
         elif not is_async:
-            for _, handle in handles:
-                handle.wait()
+            for issued in handles:
+                issued.handle.wait()
             handles = []
         work = _Work(self, handles, result)
         if handles:
@@ -354,16 +370,18 @@ class FakeProcessGroup(_ProcessGroup):
 
     def send(self, tensors: Any, dst: int, tag: int = 0) -> dist.Work:
         n = self._message_number(self.group_rank, dst)
-        self._record_message("send", n, tensors[0])
+        message = self._record_message("send", n, tensors[0], dst)
         self._transport.send(self, n, tensors[0], dst)
-        return self._finish([(n, _Done())], True, tensors)
+        return self._finish([_Issued(_Done(), n, message)], True, tensors)
 
     def recv(self, tensors: Any, src: int, tag: int = 0) -> dist.Work:
         n = self._message_number(src, self.group_rank)
-        self._record_message("recv", n, tensors[0])
-        return self._finish([(n, self._transport.receive(self, n, tensors[0], src))], True, tensors)
+        message = self._record_message("recv", n, tensors[0], src)
+        handle = self._transport.receive(self, n, tensors[0], src)
+        return self._finish([_Issued(handle, n, message)], True, tensors)
 
-    def _record_message(self, kind: str, n: int, tensor: torch.Tensor) -> None:
+    def _record_message(self, kind: str, n: int, tensor: torch.Tensor, peer: int) -> dict[str, Any]:
+        """Records a message to or from group rank `peer`; returns what tells it from others."""
         device = active_device()
         device.recorder.record(
             OpKind.COLLECTIVE,
@@ -377,7 +395,9 @@ class FakeProcessGroup(_ProcessGroup):
             unit=device.recorder.unit,
             reads=_storage_ids(device, [tensor] if kind == "send" else []),
             writes=_storage_ids(device, [tensor] if kind == "recv" else []),
+            peer=self.ranks[peer],
         )
+        return {"kind": kind, "peer": self.ranks[peer]}
 
 
 def _storage_ids(device: FakeDevice, tensors: Sequence[torch.Tensor]) -> list[int]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
+
 from real.trace import Trace
 from sim.checks.collectives import check_collectives
 
@@ -56,7 +58,10 @@ def test_a_call_missing_at_the_end_is_found(story: Story) -> None:
     short = story("group dp 0 1\n1: all_gather of layers.0 6 -> 7", rank=1)
     [violation] = check_collectives([story(GATHERS), short])
     assert (violation.rule, violation.rank) == ("I12", 1)
-    assert violation.message == "Group dp has 1 calls here and 2 on rank 0."
+    assert violation.message == (
+        "Group dp has 1 calls here and 2 on rank 0; the first that has no partner is all_gather of "
+        "unit layers.1."
+    )
 
 
 def test_a_rank_without_any_call_is_found(story: Story) -> None:
@@ -108,11 +113,83 @@ def test_a_difference_inside_one_of_two_equal_names_is_found(story: Story) -> No
     assert violation.message == "Call 0 of group ep is all_reduce here and all_gather on rank 2."
 
 
-def test_point_to_point_is_left_out(story: Story) -> None:
+@pytest.mark.parametrize(
+    ("one", "two", "found"),
+    [
+        ("all_gather sized 32 float32", "all_gather sized 64 float32", True),
+        ("all_gather sized 64 bfloat16", "all_gather sized 64 float32", True),
+        ("reduce_scatter sized 32 float32", "reduce_scatter sized 64 float32", True),
+        ("all_to_all_single sized 32 float32", "all_to_all_single sized 64 float32", False),
+        ("all_to_all_single sized 32 bfloat16", "all_to_all_single sized 32 float32", True),
+        ("all_reduce sized 64 float32", "all_reduce sized 64 float32", False),
+    ],
+)
+def test_size_and_element_type_agree_where_they_have_to(
+    story: Story, one: str, two: str, found: bool
+) -> None:
+    """An exchange of tokens is uneven by nature; a gather of shards is not."""
+    traces = [
+        story(f"group dp 0 1\n0: {call} 6 -> 7", rank=rank) for rank, call in enumerate((one, two))
+    ]
+    assert [v.rule for v in check_collectives(traces)] == ["I11"] * found
+
+
+def test_a_difference_is_told_with_both_calls_and_their_places(story: Story) -> None:
+    """The two ranks are at different places of the schedule, and that is the clue."""
+    one = story("""
+        group dp 0 1
+        node attn forward layers.0 0
+        hook pre_forward layers.0
+        1: all_gather of layers.0 sized 32 bfloat16 6 -> 7
+    """)
+    two = story(
+        """
+        group dp 0 1
+        node mlp backward layers.1 1
+        1: reduce_scatter of layers.1 6 -> 7
+        """,
+        rank=1,
+    )
+    [violation] = check_collectives([one, two])
+    assert str(violation).splitlines() == [
+        (
+            "I11: Call 0 of group dp is reduce_scatter of unit layers.1 here and all_gather of "
+            "unit layers.0 on rank 0."
+        ),
+        "  at rank 1, unit layers.1, node mlp backward of layers.1, microbatch 1, record 3",
+        (
+            "  first:  all_gather of unit layers.0 with 32 bytes of bfloat16 on rank 0 "
+            "(record 4, stream 1, attn forward of layers.0, microbatch 0, "
+            "after pre_forward of layers.0)"
+        ),
+        (
+            "  second: reduce_scatter of unit layers.1 with 64 bytes of float32 on rank 1 "
+            "(record 3, stream 1, mlp backward of layers.1, microbatch 1)"
+        ),
+    ]
+
+
+def test_messages_are_matched_per_pair_and_direction(story: Story) -> None:
     """Where one rank sends the other receives, and the ends of a pipeline have fewer of both."""
-    one = story("group pp 0 1\n0: send in pp 6\n0: all_reduce in pp 7 -> 7")
-    two = story("group pp 0 1\n0: recv in pp -> 6\n0: all_reduce in pp 7 -> 7", rank=1)
+    one = story("0: send to 1 in pp 6\n0: recv from 1 in pp -> 7")
+    two = story("0: recv from 0 in pp -> 6\n0: send to 0 in pp 7", rank=1)
     assert check_collectives([one, two]) == []
+
+
+@pytest.mark.parametrize(
+    ("received", "end"),
+    [
+        ("", "is sent and never received."),
+        ("0: recv from 0 in pp sized 32 float32 -> 6", "received as 32 bytes of float32."),
+        ("0: recv from 0 in pp sized 64 int64 -> 6", "received as 64 bytes of int64."),
+        ("0: recv from 0 in pp -> 6\n0: recv from 0 in pp -> 6", "is received and never sent."),
+    ],
+)
+def test_a_message_without_its_match_is_found(story: Story, received: str, end: str) -> None:
+    """One side would wait forever, or take the bytes for something else."""
+    [violation] = check_collectives([story("0: send to 1 in pp 6"), story(received, rank=1)])
+    assert violation.rule == "I11"
+    assert violation.message.endswith(end)
 
 
 def test_one_rank_has_nobody_to_differ_from(story: Story) -> None:

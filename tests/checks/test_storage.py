@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from real.trace import Trace
+from real.trace import Trace, TraceError
 from sim.checks import Access
 from sim.checks.storage import check_storage
 
@@ -53,7 +53,7 @@ def test_every_reading_stream_waits_for_itself(story: Story) -> None:
     """)
     [violation] = check_storage([trace])
     assert violation.rule == "I1"
-    assert violation.second == Access(4, 2, "mm reads")
+    assert violation.second == Access(4, 2, "mm reads", "stream 2")
 
 
 def test_a_read_after_the_release_is_found(story: Story) -> None:
@@ -145,7 +145,7 @@ def test_a_release_waits_for_the_readers_of_every_stream(story: Story) -> None:
     """)
     [violation] = check_storage([trace])
     assert violation.rule == "I4"
-    assert violation.first == Access(4, 2, "mm reads")
+    assert violation.first == Access(4, 2, "mm reads", "stream 2")
 
 
 def test_a_release_waits_for_the_last_and_not_the_first_read(story: Story) -> None:
@@ -209,15 +209,15 @@ def test_a_block_is_not_given_out_while_another_stream_uses_it(story: Story) -> 
     [violation] = check_storage([trace])
     assert violation.rule == "I10"
     assert (violation.first, violation.second) == (
-        Access(4, 0, "mm reads"),
-        Access(6, 1, "allocation"),
+        Access(4, 0, "mm reads", "stream 0"),
+        Access(6, 1, "allocation", "stream 1"),
     )
     assert violation.message == (
         "Storage 7 went back to the pool of stream 1 in record 5 and may be given out again while "
         "stream 0 uses it."
     )
     assert violation.missing == (
-        "stream 1 never waits for stream 0 after record 4, and record_stream was not called"
+        "stream 1 never waits for mm on stream 0 in record 4, and record_stream was not called"
     )
 
 
@@ -324,11 +324,16 @@ def test_two_storages_are_two_reports(story: Story) -> None:
 
 
 def test_a_report_names_all_that_is_needed_to_find_the_place(story: Story) -> None:
-    """Rank, unit, node, microbatch, both accesses with their streams, the edge and the hook."""
+    """Rank, unit, node, microbatch, both accesses with their streams, the edge and the hooks."""
     trace = story(
         """
-        name 7 layers.2:weights
+        role 0 compute
+        role 1 all-gather
+        name 7 layers.2:full weight
+        node attn forward layers.2 0
+        hook pre_forward layers.2
         1: all_gather of layers.2 6 -> 7
+        end attn forward
         node mlp backward layers.2 1
         hook pre_backward layers.2
         0: mm 7 8 -> 9
@@ -337,11 +342,20 @@ def test_a_report_names_all_that_is_needed_to_find_the_place(story: Story) -> No
     )
     [violation] = check_storage([trace])
     assert str(violation).splitlines() == [
-        "I1: The weights of unit layers.2 is used by two streams in no order.",
-        "  at rank 3, unit layers.2, node mlp backward of layers.2, microbatch 1, record 5",
-        "  first:  all_gather writes (record 2, stream 1)",
-        "  second: mm reads (record 5, stream 0)",
-        "  missing: stream 0 never waits for stream 1 after record 2",
+        "I1: The full weight of unit layers.2 is used by two streams in no order.",
+        "  at rank 3, unit layers.2, node mlp backward of layers.2, microbatch 1, record 10",
+        (
+            "  first:  all_gather of layers.2 writes (record 6, stream 1 (all-gather), "
+            "attn forward of layers.2, microbatch 0, after pre_forward of layers.2)"
+        ),
+        (
+            "  second: mm reads (record 10, stream 0 (compute), "
+            "mlp backward of layers.2, microbatch 1, after pre_backward of layers.2)"
+        ),
+        (
+            "  missing: stream 0 (compute) never waits for all_gather of layers.2 on "
+            "stream 1 (all-gather) in record 6"
+        ),
         "  after hook: pre_backward of layers.2",
     ]
 
@@ -358,3 +372,115 @@ def test_ranks_are_judged_apart(story: Story) -> None:
     good = story("0: all_gather -> 7\n0: mm 7 -> 9")
     bad = story("1: all_gather -> 7\n0: mm 7 -> 9", rank=1)
     assert [(v.rule, v.rank) for v in check_storage([good, bad])] == [("I1", 1)]
+
+
+# -- asynchronous collectives ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("join", "rules"),
+    [
+        ("", ["I1"]),
+        ("0: joins dp 0", []),
+        ("0: wait stream 1", ["I1"]),
+        ("1: joins dp 0", ["I1"]),
+        ("1: joins dp 0\n0: wait stream 1", []),
+        ("host waits device", []),
+    ],
+    ids=["no wait", "wait", "wait for the issuer", "wait elsewhere", "by way of it", "host"],
+)
+def test_an_asynchronous_result_is_ready_for_who_waited(
+    story: Story, join: str, rules: list[str]
+) -> None:
+    """The issuing stream is not the one that it runs on."""
+    trace = story(f"1: async all_gather of layers.0 6 -> 7\n{join}\n0: mm 7 -> 9")
+    assert _rules(trace) == rules
+
+
+def test_an_asynchronous_collective_starts_after_what_its_issuer_had(story: Story) -> None:
+    """The communicator's stream waits for the issuing one."""
+    assert _rules(story("1: cast 5 -> 6\n1: async all_gather 6 -> 7")) == []
+    assert _rules(story("0: cast 5 -> 6\n1: async all_gather 6 -> 7")) == ["I1"]
+
+
+def test_the_next_synchronous_collective_does_not_stand_for_the_wait(story: Story) -> None:
+    """It runs on its own stream, which knows nothing of the communicator's."""
+    trace = story("0: async all_gather 6 -> 7\n0: all_gather 8 -> 9\n0: mm 7 -> 10")
+    assert _rules(trace) == ["I1"]
+
+
+def test_one_communicator_runs_its_asynchronous_collectives_in_order(story: Story) -> None:
+    """To have waited for the second is to have waited for the first."""
+    trace = story("""
+        1: async all_gather 6 -> 7
+        1: async all_gather 8 -> 9
+        0: joins dp 1
+        0: mm 7 9 -> 10
+    """)
+    assert _rules(trace) == []
+
+
+def test_two_communicators_run_side_by_side(story: Story) -> None:
+    """The wait is for one of them."""
+    trace = story("""
+        1: async all_gather 6 -> 7
+        1: async all_gather in ep 8 -> 9
+        0: joins ep 0
+        0: mm 7 -> 10
+    """)
+    assert _rules(trace) == ["I1"]
+
+
+def test_a_gradient_read_before_its_asynchronous_reduction_is_the_fence_s_fault(
+    story: Story,
+) -> None:
+    """A weight is I1, a gradient is I8."""
+    trace = story("""
+        name 7 layers.0:main gradient
+        1: async reduce_scatter of layers.0 6 -> 7
+        0: norm 7 -> 9
+    """)
+    [violation] = check_storage([trace])
+    assert (violation.rule, violation.unit) == ("I8", "layers.0")
+    assert violation.missing == (
+        "stream 0 never waits for the work of reduce_scatter of layers.0, issued in record 2"
+    )
+
+
+def test_the_input_of_an_asynchronous_collective_is_not_written_before_the_wait(
+    story: Story,
+) -> None:
+    """The next microbatch may not pack its gradients over it."""
+    assert _rules(story("0: async all_gather 6 -> 7\n0: copy_ 5 -> 6")) == ["I4"]
+    assert _rules(story("0: async all_gather 6 -> 7\n0: joins dp 0\n0: copy_ 5 -> 6")) == []
+
+
+@pytest.mark.parametrize(
+    ("rest", "rules"),
+    [
+        ("free 6\n0: allocate 8 64", []),
+        ("free 6\n0: joins dp 0\n0: allocate 8 64", []),
+        ("free 6\n2: joins dp 0\n0: allocate 8 64", ["I10"]),
+        ("0: resize 6 64 0", ["I4"]),
+    ],
+    ids=["held", "given back at the wait", "waited for elsewhere", "a resize asks nobody"],
+)
+def test_the_work_holds_its_tensors_until_the_wait(
+    story: Story, rest: str, rules: list[str]
+) -> None:
+    """Memory that is freed before comes back at the wait."""
+    trace = story(f"0: allocate 6 64\n0: copy_ 5 -> 6\n0: async all_gather 6 -> 7\n{rest}")
+    assert _rules(trace) == rules
+
+
+def test_a_message_is_ready_for_who_waited(story: Story) -> None:
+    """Numbers of messages count their pair and direction; another one's wait is no help."""
+    received = "0: recv from 1 in pp -> 7\n0: send to 1 in pp 8"
+    assert _rules(story(f"{received}\n0: joins pp 0 recv from 1\n0: mm 7 -> 9")) == []
+    assert _rules(story(f"0: send to 2 in pp 8\n{received}\n0: mm 7 -> 9")) == ["I1"]
+
+
+def test_a_wait_for_what_was_never_issued_is_no_trace(story: Story) -> None:
+    """It says which record is wrong instead of guessing."""
+    with pytest.raises(TraceError, match=r"record 1 to wait for a collective .* number 3 of group"):
+        check_storage([story("0: joins dp 3")])

@@ -160,3 +160,19 @@ def test_help_names_every_scenario_key(sim: Callable[..., Outcome]) -> None:
     assert (status, err) == (0, "")
     missing = [spec.name for spec in fields(Scenario) if f"--{flag(spec.name)}" not in out]
     assert missing == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("choice", "steps"), [("none", set()), ("step", {1}), ("all", {0, 1})])
+def test_kernels_are_recorded_in_the_steps_asked_for(
+    sim: Callable[..., Outcome], tmp_path: Path, choice: str, steps: set[int]
+) -> None:
+    small = ("--ranks", 2, "--num-layers", 1, "--num-microbatches", 1, "--steps", 2)
+    assert sim("run", *small, "--kernels", choice, "--out", tmp_path).status == 0
+    step, seen = -1, set()
+    for record in read_traces(tmp_path)[0].records:
+        if record["op"] == "step" and record["event"] == "begin":
+            step = record["step"]
+        if record["op"] == "kernel":
+            seen.add(step)
+    assert seen == steps

@@ -23,6 +23,9 @@ _NOT_MODELLED: dict[str, set[str]] = {"Event": {"event_id"}}
 _YOUNGER_THAN_SOME_TORCH = {"is_capturing"}
 """Public names that the oldest supported torch lacks."""
 
+_YOUNGER_PARAMETERS = {"enable_annotations", "check_input_liveness"}
+"""Parameters that the oldest supported torch lacks."""
+
 _TABLE = patch.swap_table()
 _STAND_INS = [
     swap
@@ -45,7 +48,7 @@ def _label(swap: patch.Swap) -> str:
 def _parameters(function: Callable[..., Any]) -> list[tuple[str, Any, Any]]:
     """Returns names, kinds and defaults; annotations are not compared."""
     parameters = inspect.signature(function).parameters.values()
-    return [(p.name, p.kind, p.default) for p in parameters]
+    return [(p.name, p.kind, p.default) for p in parameters if p.name not in _YOUNGER_PARAMETERS]
 
 
 def _public_names(cls: type) -> set[str]:
@@ -73,7 +76,8 @@ def test_classes_have_the_public_names_of_torch(swap: patch.Swap) -> None:
     real, fake = _public_names(_original(swap)), _public_names(swap.stand_in)
     # Attributes that an instance gets when it is made.
     instance = set(getattr(swap.stand_in, "__annotations__", {}))
-    assert real - fake - instance - _NOT_MODELLED.get(swap.name, set()) == set()
+    if "__getattr__" not in vars(swap.stand_in):  # else what is missing fails with its name
+        assert real - fake - instance - _NOT_MODELLED.get(swap.name, set()) == set()
     assert fake - real - _YOUNGER_THAN_SOME_TORCH == set()
 
 

@@ -285,3 +285,17 @@ def test_the_same_program_gives_the_same_records() -> None:
     first, second = run(), run()
     assert len(first) > 30
     assert first == second
+
+
+def test_shapes_are_recorded_on_request(device: FakeDevice) -> None:
+    """Of what is read, then of what is written, each with its element type."""
+    sink: Any = device.recorder._sink
+    left, right = torch.zeros(2, 3), torch.zeros(3, 4)
+    with KernelRecorder(device, records_shapes=True):
+        product = left @ right
+        product.add_(1)
+    shapes = [record["shapes"] for record in sink.records if record["op"] == "kernel"]
+    assert shapes == [
+        [["f32", 2, 3], ["f32", 3, 4], ["f32", 2, 4]],
+        [["f32", 2, 4]],
+    ]

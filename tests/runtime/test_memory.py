@@ -56,10 +56,23 @@ def test_number_of_a_storage_is_not_used_again(device: FakeDevice) -> None:
     assert numbers == list(range(10))
 
 
-def test_numbers_of_gone_storages_do_not_pile_up(device: FakeDevice) -> None:
-    for _ in range(10_000):
-        device.storage_id(torch.zeros(1).untyped_storage())
-    assert len(device._storages) <= 4097
+def test_a_storage_keeps_its_number_through_views(device: FakeDevice) -> None:
+    """The number rides on the storage, so nothing piles up for those that are gone."""
+    tensor = torch.zeros(4)
+    number = device.storage_id(tensor.untyped_storage())
+    view = tensor.view(2, 2)
+    del tensor
+    gc.collect(0)
+    assert device.storage_id(view.untyped_storage()) == number
+
+
+def test_each_device_numbers_a_storage_for_itself(device: FakeDevice, records: Records) -> None:
+    """A tensor that outlives a run starts anew in the next one."""
+    storage = torch.zeros(1).untyped_storage()
+    device.storage_id(torch.zeros(1).untyped_storage())
+    device.storage_id(storage)
+    other = FakeDevice(1, device.recorder)
+    assert (device.storage_id(storage), other.storage_id(storage)) == (1, 0)
 
 
 @pytest.mark.parametrize(

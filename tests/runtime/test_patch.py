@@ -96,8 +96,8 @@ def test_table_names_each_name_once() -> None:
     [
         lambda: torch.cuda.memory_allocated(),
         lambda: torch.cuda.memory.memory_allocated(),
-        lambda: torch.cuda.CUDAGraph(),
-        lambda: torch.cuda.graphs.graph(None),
+        lambda: torch.cuda.make_graphed_callables(None, ()),
+        lambda: torch.cuda.graphs.make_graphed_callables(None, ()),
         lambda: torch.cuda.FloatTensor(2),
         lambda: torch.cuda.memory.MemPool(),
     ],

@@ -90,12 +90,16 @@ def test_no_field_of_a_record_is_a_time_or_an_address() -> None:
         (op, name, t) for op, fields in FIELDS.items() for name, ts in fields.items() for t in ts
     }
     assert {t for _, _, t in types} == {int, str, bool, dict, list, type(None)}
-    # Containers hold what the caller fixes: the scenario, ranks, and numbers of storages.
+    # Containers hold what the caller fixes: the scenario, ranks, names, shapes, storage numbers.
     assert {name for _, name, t in types if t in (dict, list)} == {
         "scenario",
         "ranks",
         "reads",
         "writes",
+        "names",
+        "shape",
+        "present",
+        "missing",
     }
 
 

@@ -24,7 +24,7 @@ from real.mcore.internals.process_state import (  # noqa: E402
     PROCESS_GLOBALS,
     SHARE_STORAGE_LOADER,
 )
-from real.mcore.internals.schedule import join_schedule  # noqa: E402
+from real.mcore.internals.schedule import communication_stream, join_schedule  # noqa: E402
 from real.mcore.internals.state_dict import guard_state_dict  # noqa: E402
 from real.mcore.internals.units import (  # noqa: E402
     MfsdpContext,
@@ -32,7 +32,14 @@ from real.mcore.internals.units import (  # noqa: E402
     collect_units,
     initialize_context,
     is_fsdp_module,
+    owned_parameters,
+    unit_of_sharded,
     unit_storages,
+)
+from real.mcore.internals.watch import (  # noqa: E402
+    watched_backwards,
+    watched_layers,
+    watched_units,
 )
 
 __all__ = [
@@ -44,6 +51,7 @@ __all__ = [
     "MfsdpUnit",
     "NodeCall",
     "collect_units",
+    "communication_stream",
     "detach_execution_hooks",
     "divide_gradients",
     "drop_schedule_state",
@@ -57,6 +65,11 @@ __all__ = [
     "loosen",
     "memoize_layouts",
     "observed_nodes",
+    "owned_parameters",
     "shard_optimizer",
+    "unit_of_sharded",
     "unit_storages",
+    "watched_backwards",
+    "watched_layers",
+    "watched_units",
 ]

@@ -5,10 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from megatron.core.pipeline_parallel import combined_1f1b
+from megatron.core.pipeline_parallel.utils import get_comm_stream
 
 _released_finder = combined_1f1b.find_megatron_fsdp
 _num_joined = 0
+
+
+def communication_stream() -> torch.cuda.Stream | None:
+    """Returns the stream of the token exchange; the combined schedule makes it before it starts."""
+    stream: torch.cuda.Stream | None = get_comm_stream()
+    return stream
 
 
 def join_schedule(adapter_type: type) -> Callable[[], None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.distributed.fsdp.src.megatron_fsdp.experimental import DBuffer, Flat
@@ -14,10 +14,22 @@ from megatron.core.distributed.fsdp.src.megatron_fsdp.experimental.module import
 )
 from torch import nn
 
+from real.trace import OpKind, active_recorder
+
 
 def is_fsdp_module(module: nn.Module) -> bool:
     """Tells MFSDP v2 units from other modules."""
     return isinstance(module, FsdpModule)
+
+
+def unit_of_sharded(parameter: nn.Parameter) -> str | None:
+    """Returns the name of the unit whose sharded parameter this is; None for any other one."""
+    group = getattr(parameter, "_mfsdp_parameter_group", None)
+    group = getattr(group, "group", group)  # a link after the back references are loosened
+    if group is None or all(sharded is not parameter for sharded in group.sharded_parameters):
+        return None
+    name: str | None = group.owning_module._name
+    return name
 
 
 class MfsdpUnit:
@@ -55,6 +67,18 @@ class MfsdpUnit:
     def unshard(self) -> None:
         """Gathers on the all-gather stream; does nothing when gathered."""
         self.module._unshard_parameter_groups()
+        active_recorder().record(
+            OpKind.WEIGHT_VERSION,
+            unit=self.name,
+            version=sum(
+                tensor._version
+                for group in self.module._parameter_groups
+                for tensor in (
+                    group._unsharded_model_weight.local_buffer,
+                    *group.unsharded_parameters,
+                )
+            ),
+        )
 
     def reshard(self) -> None:
         """Installs the shards and releases the full storage on the all-gather stream."""
@@ -70,6 +94,12 @@ class MfsdpUnit:
         for group in self.module._parameter_groups:
             if group.requires_grad:
                 self._begin_window(group)
+        present: dict[bool, list[str]] = {True: [], False: []}
+        for name, parameter in self.trainable_parameters.items():
+            present[parameter.grad is not None].append(name)
+        active_recorder().record(
+            OpKind.GRADIENTS, unit=self.name, present=present[True], missing=present[False]
+        )
         self.module._reduce_gradient_groups()
 
     def _begin_window(self, group: Any) -> None:
@@ -97,6 +127,12 @@ class MfsdpUnit:
             )
 
     @property
+    def ranks(self) -> list[int]:
+        """Global ranks that the unit's parameters are spread over."""
+        groups = self.module._parameter_groups
+        return [int(rank) for rank in groups[0].mesh.mesh.flatten().tolist()] if groups else []
+
+    @property
     def num_parameters(self) -> int:
         """Number of parameters, frozen ones included."""
         return sum(len(group.parameter_names) for group in self.module._parameter_groups)
@@ -108,6 +144,55 @@ class MfsdpUnit:
             group._unsharded_model_weight.local_buffer.numel()
             * group._unsharded_model_weight.local_buffer.element_size()
             for group in self.module._parameter_groups
+        )
+
+
+class OwnedParameter(NamedTuple):
+    """One parameter of a model, and who owns it.
+
+    Attributes:
+        name: Full name under the root.
+        unit: Name of the owner, or None without one.
+        is_delayed: Whether its gradient comes from a later weight-gradient call.
+        names: All names of the same full parameter.
+        parameter: The full parameter, or what stands in the model when nobody owns it.
+    """
+
+    name: str
+    unit: str | None
+    is_delayed: bool
+    names: list[str]
+    parameter: nn.Parameter
+
+
+def owned_parameters(root: nn.Module) -> Iterator[OwnedParameter]:
+    """Yields every parameter of a sharded model, as MFSDP has it: one entry a unit and name."""
+    entries: list[tuple[str, str | None, nn.Parameter]] = []
+    for unit, module in root.named_modules():
+        if is_fsdp_module(module):
+            for group in module._parameter_groups:
+                for local, full in zip(
+                    group.parameter_names, group.unsharded_parameters, strict=True
+                ):
+                    entries.append((f"{unit}.{local}" if unit else local, unit, full))
+    owned = {name for name, _, _ in entries}
+    entries += [
+        (name, None, parameter)
+        for name, parameter in root.named_parameters(remove_duplicate=False)
+        if name not in owned
+    ]
+    names_of: dict[nn.Parameter, list[str]] = {}
+    for name, _, full in entries:
+        names = names_of.setdefault(full, [])
+        if name not in names:
+            names.append(name)
+    for name, unit_name, full in entries:
+        yield OwnedParameter(
+            name=name,
+            unit=unit_name,
+            is_delayed=bool(getattr(full, "skip_backward_post_hook", False)),
+            names=names_of[full],
+            parameter=full,
         )
 
 

@@ -1,0 +1,114 @@
+"""Around the optimizer: gradients are read after their reductions, weights gathered after it.
+
+Covers I8 (clip, norm and optimizer come after the last reduction, and no reduction comes after
+them) and I9 (the first gather of a step comes after the optimizer's write).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from real.trace import OpKind, Trace
+from real.trace.recorder import Record
+from sim.checks.base import Access, Reporter, Violation, unit_label
+from sim.checks.clocks import StreamClocks
+
+_CONSUMERS: Final = (OpKind.OPTIMIZER_STEP, OpKind.GRAD_READ)
+_REDUCTIONS: Final = ("reduce_scatter", "all_reduce")
+
+
+def check_fences(traces: Sequence[Trace]) -> list[Violation]:
+    """Checks the order of every rank's reductions, gradient readers and gathers."""
+    return [violation for trace in traces for violation in _Checker(trace).run()]
+
+
+class _Checker:
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+        self._reporter = Reporter(trace)
+        self._clocks = StreamClocks()
+        # The newest reduction of each unit and stream.
+        self._reductions: dict[str, dict[int, Record]] = {}
+        self._optimizer: Record | None = None
+        self._consumer: Record | None = None
+
+    def run(self) -> list[Violation]:
+        for record in self._trace.lean_records:
+            op = record["op"]
+            if op == OpKind.COLLECTIVE and record["unit"] is not None:
+                if record["kind"] in _REDUCTIONS:
+                    stream = self._clocks.stream_of(record)
+                    self._reductions.setdefault(record["unit"], {})[stream] = record
+                elif record["kind"] == "all_gather":
+                    self._gather(record)
+            elif op in _CONSUMERS:
+                self._consume(record)
+            elif op == OpKind.REDUCE and self._consumer is not None:
+                self._late(record)
+            elif op == OpKind.STEP and record["event"] == "begin":
+                self._reductions.clear()
+                self._consumer = None
+            self._clocks.advance(record)
+        return self._reporter.found
+
+    def _gather(self, record: Record) -> None:
+        optimizer = self._optimizer
+        stream = self._clocks.stream_of(record)
+        if optimizer is None or self._clocks.is_ordered_after(
+            stream, optimizer["stream"], optimizer["seq"]
+        ):
+            return
+        self._optimizer = None  # once: all gathers that follow have the same fault
+        unit = record["unit"]
+        self._reporter.report(
+            "I9",
+            f"Unit {unit_label(unit)} is gathered in no order with the optimizer's write of its "
+            "weights.",
+            unit=unit,
+            first=self._reporter.access(optimizer["seq"], optimizer["stream"], "optimizer writes"),
+            second=self._access(record, stream, "reads"),
+            missing=f"{self._label(stream)} never waits for the optimizer step on "
+            f"{self._label(optimizer['stream'])} in record {optimizer['seq']}",
+        )
+
+    def _consume(self, record: Record) -> None:
+        self._consumer = record
+        if record["op"] == OpKind.OPTIMIZER_STEP:
+            self._optimizer = record
+        reader = "optimizer" if record["op"] == OpKind.OPTIMIZER_STEP else record["by"]
+        stream = record["stream"]
+        for unit, by_stream in self._reductions.items():
+            for other, reduction in by_stream.items():
+                if self._clocks.is_ordered_after(stream, other, reduction["seq"]):
+                    continue
+                self._reporter.report(
+                    "I8",
+                    f"Gradients of unit {unit_label(unit)} are read in no order with their last "
+                    "reduction.",
+                    unit=unit,
+                    first=self._access(reduction, other, "writes"),
+                    second=self._reporter.access(record["seq"], stream, f"{reader} reads"),
+                    missing=f"{self._label(stream)} never waits for "
+                    f"{'the work of ' if other < 0 else ''}the {reduction['kind']} of "
+                    f"{unit_label(unit)} on {self._label(other)} in record {reduction['seq']}",
+                )
+
+    def _late(self, record: Record) -> None:
+        consumer = self._consumer
+        assert consumer is not None
+        self._reporter.report(
+            "I8",
+            f"Unit {unit_label(record['unit'])} is reduced after the gradients of the step were "
+            f"read in record {consumer['seq']}.",
+            unit=record["unit"],
+            seq=record["seq"],
+        )
+
+    def _access(self, record: Record, stream: int, verb: str) -> Access:
+        what = f"{record['kind']} of {unit_label(record['unit'])} {verb}"
+        return self._reporter.access(record["seq"], stream, what, self._label(stream))
+
+    def _label(self, stream: int) -> str:
+        group = self._clocks.communicator(stream)
+        return self._reporter.stream(stream) if group is None else f"the stream of group {group}"

@@ -1,0 +1,59 @@
+"""I17: a forward inside autograd is a recomputed one, and changes nothing but its own gather.
+
+It never gathers another unit ahead, never releases, and never opens a forward use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from real.trace import OpKind, Trace
+from real.trace.recorder import Record
+from sim.checks.base import Reporter, Violation, unit_label
+
+_FORWARD_POINTS: Final = ("pre_forward", "post_forward")
+_FORWARD_EVENTS: Final = ("use in forward", "release after forward")
+_ENDS_A_HOOK: Final = frozenset(
+    {OpKind.HOOK, OpKind.NODE, OpKind.NODE_END, OpKind.STEP, OpKind.FENCE, OpKind.REDUCE}
+)
+
+
+def check_recompute(traces: Sequence[Trace]) -> list[Violation]:
+    """Checks the forward hooks of every rank that ran inside a backward."""
+    return [violation for trace in traces for violation in _check_rank(trace)]
+
+
+def _check_rank(trace: Trace) -> list[Violation]:
+    reporter = Reporter(trace)
+    hook: Record | None = None
+    for record in trace.lean_records:
+        op = record["op"]
+        if op in _ENDS_A_HOOK:
+            is_recomputed = op == OpKind.HOOK and record.get("in_backward", False)
+            hook = record if is_recomputed and record["point"] in _FORWARD_POINTS else None
+        elif hook is not None:
+            fault = _fault(record, hook["unit"])
+            if fault is not None:
+                module = hook["module"] or "<root>"
+                reporter.report(
+                    "I17",
+                    f"The recomputed forward of {module} {fault}.",
+                    unit=record["unit"],
+                    seq=record["seq"],
+                )
+    return reporter.found
+
+
+def _fault(record: Record, unit: str) -> str | None:
+    op = record["op"]
+    if op == OpKind.UNSHARD and record["unit"] != unit:
+        return f"gathers unit {unit_label(record['unit'])} ahead"
+    if op == OpKind.RESHARD:
+        return f"releases unit {unit_label(record['unit'])}"
+    if op == OpKind.PHASE and record["event"] in _FORWARD_EVENTS:
+        return (
+            f"takes unit {unit_label(record['unit'])} from phase '{record['before']}' to "
+            f"'{record['after']}'"
+        )
+    return None

@@ -1,0 +1,40 @@
+"""I21: filling a unit's full parameters again must not move the version of saved weights.
+
+Autograd notes the version of what it saves and refuses a backward over a newer one. A version that
+moves is a fault even where nothing was saved yet: the next graph may hold it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from real.trace import OpKind, Trace
+from sim.checks.base import Reporter, Violation, unit_label
+
+
+def check_versions(traces: Sequence[Trace]) -> list[Violation]:
+    """Compares the versions of every unit's full parameters after each gather."""
+    return [violation for trace in traces for violation in _check_rank(trace)]
+
+
+def _check_rank(trace: Trace) -> list[Violation]:
+    reporter = Reporter(trace)
+    versions: dict[str, tuple[int, int]] = {}
+    reported: set[str] = set()
+    for record in trace.lean_records:
+        if record["op"] != OpKind.WEIGHT_VERSION:
+            continue
+        unit, version = record["unit"], record["version"]
+        before = versions.get(unit)
+        if before is not None and version != before[0] and unit not in reported:
+            reported.add(unit)
+            reporter.report(
+                "I21",
+                f"The gather of unit {unit_label(unit)} moved the version counters of its full "
+                f"weights from {before[0]} (record {before[1]}) to {version}: autograd refuses "
+                "what it saved before.",
+                unit=unit,
+                seq=record["seq"],
+            )
+        versions[unit] = version, record["seq"]
+    return reporter.found

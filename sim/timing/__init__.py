@@ -1,0 +1,1 @@
+"""The what-if model: replays a trace in time under a cost file. It judges nothing."""

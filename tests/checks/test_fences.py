@@ -1,0 +1,98 @@
+"""Around the optimizer: who has to wait for whom."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from real.trace import Trace
+from sim.checks.fences import check_fences
+
+Story = Callable[..., Trace]
+
+
+def _found(trace: Trace) -> list[tuple[str, str | None, int | None]]:
+    return [(v.rule, v.unit, v.seq) for v in check_fences([trace])]
+
+
+# -- I8, I9: around the optimizer ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reader", ["optimizer", "grad_read"])
+@pytest.mark.parametrize("kind", ["reduce_scatter", "all_reduce"])
+@pytest.mark.parametrize(
+    ("join", "rules"),
+    [("", ["I8"]), ("0: wait 5", []), ("0: wait stream 1", []), ("host waits device", [])],
+    ids=["no join", "event", "stream", "host"],
+)
+def test_gradients_are_read_after_their_last_reduction(
+    story: Story, reader: str, kind: str, join: str, rules: list[str]
+) -> None:
+    """The optimizer and the gradient norm alike."""
+    trace = story(f"""
+        1: {kind} of layers.0 6 -> 7
+        1: record 5
+        {join}
+        0: {reader}
+    """)
+    assert [v.rule for v in check_fences([trace])] == rules
+
+
+def test_every_unit_whose_reduction_is_open_is_named(story: Story) -> None:
+    """A join of the first reduction does not cover the second."""
+    trace = story("""
+        1: reduce_scatter of layers.1 6 -> 7
+        0: wait stream 1
+        1: reduce_scatter of layers.0 8 -> 9
+        0: grad_read
+    """)
+    assert _found(trace) == [("I8", "layers.0", 4)]
+
+
+def test_a_collective_without_a_unit_is_no_gradient_reduction(story: Story) -> None:
+    """The loss is reduced too."""
+    assert _found(story("1: all_reduce 6 -> 6\n0: grad_read")) == []
+
+
+@pytest.mark.parametrize(
+    ("join", "rules"),
+    [("", ["I9"]), ("1: wait 5", []), ("1: wait stream 0", []), ("host waits stream 0", [])],
+    ids=["no join", "event", "stream", "host"],
+)
+def test_a_gather_comes_after_the_optimizer(story: Story, join: str, rules: list[str]) -> None:
+    """Or it sends out weights of the step before."""
+    trace = story(f"""
+        0: optimizer
+        0: record 5
+        step begin 1
+        {join}
+        1: all_gather of layers.0 6 -> 7
+    """)
+    assert [v.rule for v in check_fences([trace])] == rules
+
+
+def test_an_event_from_before_the_optimizer_is_not_enough(story: Story) -> None:
+    """The wait is there and waits for the wrong thing."""
+    trace = story("""
+        0: record 5
+        0: optimizer
+        1: wait 5
+        1: all_gather of layers.0 6 -> 7
+    """)
+    assert _found(trace) == [("I9", "layers.0", 4)]
+
+
+def test_a_gather_too_early_is_reported_once(story: Story) -> None:
+    """All gathers after the first have the same fault."""
+    trace = story("""
+        0: optimizer
+        1: all_gather of layers.0 6 -> 7
+        1: all_gather of layers.1 8 -> 9
+    """)
+    assert _found(trace) == [("I9", "layers.0", 2)]
+
+
+def test_a_gather_before_the_first_optimizer_step_has_nothing_to_wait_for(story: Story) -> None:
+    """As every gather of the first step."""
+    assert _found(story("1: all_gather of layers.0 6 -> 7\n0: optimizer")) == []

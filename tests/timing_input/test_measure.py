@@ -1,0 +1,169 @@
+"""Calibration's parts run without a GPU, on small sizes and the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+
+from real.config import load_scenario
+from real.gpu import host, kernels, profiles
+from real.gpu.host import Stopwatch, time_calls, time_collective_calls
+from real.gpu.links import time_collectives, time_contention
+from sim.commands.common import FIXTURES
+
+CPU = torch.device("cpu")
+CONFIG = FIXTURES / "configs" / "bench-b.toml"
+
+
+@pytest.fixture
+def stand_in() -> Iterator[None]:
+    """Transformer Engine's stand-in under its own name."""
+    from sim import te
+
+    with te.installed():
+        yield
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_every_kernel_of_the_calibration_runs() -> None:
+    """One wrong argument costs a measurement on a GPU that cannot be had again soon."""
+    measured = list(kernels.time_kernels(CPU, kernels.TINY))
+    assert [entry for entry in measured if "error" in entry] == []
+    names = {entry["name"] for entry in measured}
+    assert {"te:gemm_TN", "te:expert_gemm_NT", "bmm", "baddbmm", "sort", "mm"} <= names
+    assert all(entry["us"] > 0 for entry in measured)
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_shapes_of_expert_products_are_those_of_one_expert() -> None:
+    """Four are timed at once, and a trace has them one by one."""
+    sizes = kernels.Sizes(tokens=(8,), hidden=(16,), sequences=(), vocab=8, repeats=1)
+    products = [e for e in kernels.time_kernels(CPU, sizes) if "expert" in e["name"]]
+    assert products[0]["shapes"] == [["bf16", 32, 16], ["bf16", 8, 16], ["bf16", 8, 32]]
+    assert products[2]["shapes"] == [["bf16", 8, 16], ["bf16", 8, 32], ["bf16", 32, 16]]
+
+
+def test_host_calls_that_need_no_device_are_timed() -> None:
+    """Every time is a positive number of microseconds."""
+    times = time_calls(CPU, repeats=5)
+    assert {"kernel_new", "autograd_node"} <= set(times)
+    assert all(value > 0 for value in times.values())
+
+
+def test_a_stopwatch_leaves_out_what_is_timed_inside() -> None:
+    """A node's own cost is what its units do not explain."""
+    watch = Stopwatch()
+    watch.begin("node")
+    watch.begin("unshard")
+    watch.end()
+    watch.end()
+    times = watch.read()
+    assert times["node"][0] == times["unshard"][0] == 1
+    assert times["node"][2] == pytest.approx(times["node"][1] + times["unshard"][2])
+    assert watch.read() == {}
+
+
+def run_in_world(body: Callable[[], Any], num_ranks: int = 2) -> list[Any]:
+    """Runs a function on fake ranks with Megatron's groups, and returns what each one returns."""
+    from real.trace import Recorder, recording
+    from sim.cuda import FakeDevice, use_device
+    from sim.megatron import megatron_on_fake_cuda, rank_state
+
+    with megatron_on_fake_cuda():
+        from sim.world import World, init_process_group
+
+        def run(rank: int) -> Any:  # noqa: ANN401
+            from real.mcore.model import initialize_parallel
+
+            recorder = Recorder()
+            with use_device(FakeDevice(rank, recorder)), recording(recorder):
+                init_process_group(rank, num_ranks)
+                initialize_parallel(scenario)
+                return body()
+
+        scenario = load_scenario(CONFIG)
+        return World(num_ranks, state=rank_state()).run(run)
+
+
+class FirstRanksStopwatch(Stopwatch):
+    """Hears the first rank alone: here all ranks share what is watched."""
+
+    def begin(self, key: str) -> None:
+        if current_rank() == 0:
+            super().begin(key)
+
+    def end(self) -> None:
+        if current_rank() == 0:
+            super().end()
+
+
+def current_rank() -> int:
+    return torch.distributed.get_rank()
+
+
+@pytest.mark.slow
+def test_nodes_of_all_variants_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of a step are nodes, layers, backwards and units, each with its count."""
+    watched = host._watched
+    monkeypatch.setattr(host, "Stopwatch", FirstRanksStopwatch)
+    monkeypatch.setattr(
+        host, "_watched", lambda *given: nullcontext() if current_rank() else watched(*given)
+    )
+    changes: dict[str, Any] = {
+        **host.SMALL, "num_layers": 2, "num_microbatches": 2, "hidden_size": 32, "seq_length": 32
+    }  # fmt: skip
+    scenario = load_scenario(CONFIG).changed(**changes)
+
+    def body() -> Any:  # noqa: ANN401
+        return host.time_nodes(
+            scenario,
+            ("no_fsdp_combined", "mfsdp_plain", "mfsdp_combined_dw"),
+            repeats=1,
+            synchronize=lambda: None,
+        )
+
+    times = run_in_world(body)[0]
+    plain, combined = times["mfsdp_plain"]["parts"], times["mfsdp_combined_dw"]["parts"]
+    assert plain["layer forward"]["count"] == 4
+    assert plain["model backward"]["count"] == 2
+    assert combined["mlp forward"]["count"] == combined["mlp wgrad"]["count"] == 4
+    assert combined["reduce"]["count"] + combined["reduce last"]["count"] > 4
+    assert {"unshard gathered", "reshard"} <= set(combined)
+    assert "unshard gathered" not in times["no_fsdp_combined"]["parts"]
+    assert all(entry["step_us"] > 0 for entry in times.values())
+
+
+@pytest.mark.slow
+def test_collectives_are_timed_between_ranks() -> None:
+    """The same collectives on all ranks, in the same order."""
+
+    def body() -> Any:  # noqa: ANN401
+        return (
+            list(time_collectives(CPU, [1024])),
+            time_collective_calls(CPU, repeats=2),
+            time_contention(CPU, size=16, num_bytes=1024),
+        )
+
+    results = run_in_world(body)
+    kinds = [entry["kind"] for entry in results[0][0]]
+    assert kinds == ["all_gather", "reduce_scatter", "all_reduce", "all_to_all_single"]
+    assert len(results[0][2]) == 6
+
+
+def test_profiled_kernels_belong_to_the_innermost_node() -> None:
+    """A kernel counts where the host launched it, whenever it ran."""
+    events: list[dict[str, Any]] = [
+        {"cat": "user_annotation", "name": "node:outer forward", "ts": 0, "dur": 100},
+        {"cat": "user_annotation", "name": "node:inner forward", "ts": 10, "dur": 20},
+        {"cat": "cuda_runtime", "name": "l", "ts": 15, "dur": 1, "args": {"correlation": 1}},
+        {"cat": "cuda_runtime", "name": "l", "ts": 50, "dur": 1, "args": {"correlation": 2}},
+        {"cat": "kernel", "name": "void gemm", "ts": 500, "dur": 7, "args": {"correlation": 1}},
+        {"cat": "kernel", "name": "void add", "ts": 510, "dur": 3, "args": {"correlation": 2}},
+    ]
+    summary = profiles.summarise(events)
+    assert summary["inner forward"] == {"runs": 1, "kernels": {"gemm": [1, 7.0]}}
+    assert summary["outer forward"] == {"runs": 1, "kernels": {"add": [1, 3.0]}}
