@@ -40,7 +40,7 @@ sim-run: $(STAMP)
 
 ## sim-test: run the tests that need no GPU
 sim-test: $(STAMP)
-	.venv/bin/python -m pytest -m 'not gpu' $(ARGS)
+	.venv/bin/python -m pytest -m 'not gpu' -n auto --maxprocesses 4 --dist loadfile $(ARGS)
 
 ## gpu-test: run what needs GPUs, on GPUS of them and NNODES machines; fails without one
 gpu-test:

@@ -144,8 +144,8 @@ def run_in_process(
             trace=out,
             reference=reference,
         )
-        violations += check_numerics(outputs, references, units=declared_units(traces[0]))
         violations += check_stalled(traces, faults)
+        violations += check_numerics(outputs, references, units=declared_units(traces[0]))
     return dataclasses.replace(result, violations=tuple(str(v) for v in violations))
 
 

@@ -266,7 +266,10 @@ def _run_step(job: Job, step: int) -> StepOutput:
     loss = job.forward_backward(step)
     gradients = {name: grad.float() for name, grad in job.gradients().items()}
     norm = job.grad_norm()
+    # The host reads the norm here and nothing after the optimizer: it would wait for its writes,
+    # and the next gather would be in order without doing anything for it.
+    output = StepOutput(loss=loss, grad_norm=float(norm), gradients=gradients)
     job.clip(norm)
     job.optimizer_step()
     active_recorder().record(OpKind.STEP, step=step, event="end")
-    return StepOutput(loss=loss, grad_norm=float(norm), gradients=gradients)
+    return output

@@ -31,6 +31,7 @@ class _Checker:
         # The newest reduction of each unit and stream.
         self._reductions: dict[str, dict[int, Record]] = {}
         self._optimizer: Record | None = None
+        self._written = 0  # by which record the optimizer has written all weights
         self._consumer: Record | None = None
 
     def run(self) -> list[Violation]:
@@ -46,17 +47,24 @@ class _Checker:
                 self._consume(record)
             elif op == OpKind.REDUCE and self._consumer is not None:
                 self._late(record)
-            elif op == OpKind.STEP and record["event"] == "begin":
-                self._reductions.clear()
-                self._consumer = None
+            elif op == OpKind.STEP:
+                self._border(record)
             self._clocks.advance(record)
         return self._reporter.found
+
+    def _border(self, record: Record) -> None:
+        if record["event"] == "begin":
+            self._reductions.clear()
+            self._consumer = None
+        elif self._consumer is self._optimizer:
+            # The optimizer's record is its beginning. The host may look at values inside of it.
+            self._written = record["seq"]
 
     def _gather(self, record: Record) -> None:
         optimizer = self._optimizer
         stream = self._clocks.stream_of(record)
         if optimizer is None or self._clocks.is_ordered_after(
-            stream, optimizer["stream"], optimizer["seq"]
+            stream, optimizer["stream"], self._written
         ):
             return
         self._optimizer = None  # once: all gathers that follow have the same fault
@@ -75,7 +83,7 @@ class _Checker:
     def _consume(self, record: Record) -> None:
         self._consumer = record
         if record["op"] == OpKind.OPTIMIZER_STEP:
-            self._optimizer = record
+            self._optimizer, self._written = record, record["seq"]
         reader = "optimizer" if record["op"] == OpKind.OPTIMIZER_STEP else record["by"]
         stream = record["stream"]
         for unit, by_stream in self._reductions.items():

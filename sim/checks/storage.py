@@ -1,11 +1,11 @@
 """Storage in order: reads after writes, releases after last uses, reuse on the right stream.
 
 Covers I1 (a weight that is read is gathered, and the read is ordered after the gather), the reads
-of I8 (a gradient buffer is read after its reduction), I4 (a release is ordered after the last
-reader on every stream) and I10 (memory goes back to the pool of the stream that allocated it only
-after that stream has joined every user). Two things that torch's own sanitizer does not see are in
-it: reuse by the caching allocator without `record_stream`, and reads after a storage was resized
-to 0.
+of I8 and I9 (a gradient is read after its reduction, a shard gathered after it was written), I4 (a
+release is ordered after the last reader on every stream) and I10 (memory goes back to the pool of
+the stream that allocated it only after that stream has joined every user). Two things that torch's
+own sanitizer does not see are in it: reuse by the caching allocator without `record_stream`, and
+reads after a storage was resized to 0.
 
 [Note: held by the work]
 An asynchronous collective keeps its tensors until somebody waits for it. Memory that is freed
@@ -17,13 +17,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
+from typing import Final
 
 from real.trace import OpKind, Trace
 from real.trace.recorder import Record
 from sim.checks.base import Access, Place, Reporter, Violation, unit_label
 from sim.checks.clocks import CallKey, StreamClocks, call_key
 
-_GRADIENT = ":main gradient"
+_READ_RULES: Final = {"main gradient": "I8", "model weight": "I9"}
+"""The rule that a read in no order breaks, where it is not I1: by what the storage holds."""
 
 # Plain strings: the loop sees every record, and comparing an enum costs as much as its work.
 _KERNEL, _ALLOCATE, _FREE = (kind.value for kind in (OpKind.KERNEL, OpKind.ALLOCATE, OpKind.FREE))
@@ -142,8 +144,8 @@ class _Checker:
     def _name(self, record: Record) -> None:
         storage = self._storage(record["storage"])
         storage.name = record["name"]
-        if storage.name is not None and storage.name.endswith(_GRADIENT):
-            storage.read_rule = "I8"
+        kind = record["name"].partition(":")[2]
+        storage.read_rule = _READ_RULES.get(kind, "I1")
 
     # -- uses -------------------------------------------------------------------------------
 

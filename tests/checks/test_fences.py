@@ -83,6 +83,14 @@ def test_an_event_from_before_the_optimizer_is_not_enough(story: Story) -> None:
     assert _found(trace) == [("I9", "layers.0", 4)]
 
 
+def test_the_host_may_look_at_values_inside_the_optimizer(story: Story) -> None:
+    """Its record is where it begins; weights are written until the end of the step."""
+    text = "0: optimizer\n{inside}\nstep end 0\n{after}\n1: all_gather of layers.0 6 -> 7"
+    sync = "host waits stream 0"
+    assert _found(story(text.format(inside=sync, after=""))) == [("I9", "layers.0", 4)]
+    assert _found(story(text.format(inside="", after=sync))) == []
+
+
 def test_a_gather_too_early_is_reported_once(story: Story) -> None:
     """All gathers after the first have the same fault."""
     trace = story("""

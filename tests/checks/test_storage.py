@@ -447,6 +447,15 @@ def test_a_gradient_read_before_its_asynchronous_reduction_is_the_fence_s_fault(
     )
 
 
+@pytest.mark.parametrize(("join", "rules"), [("", ["I9"]), ("1: wait stream 0", [])])
+def test_a_shard_gathered_while_the_optimizer_writes_it_is_i9(
+    story: Story, join: str, rules: list[str]
+) -> None:
+    """The same race on full weights is I1."""
+    written = "name 6 layers.0:model weight\n0: copy_ 5 -> 6"
+    assert _rules(story(f"{written}\n{join}\n1: all_gather of layers.0 6 -> 7")) == rules
+
+
 def test_the_input_of_an_asynchronous_collective_is_not_written_before_the_wait(
     story: Story,
 ) -> None:

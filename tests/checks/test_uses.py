@@ -38,11 +38,13 @@ def test_a_use_after_a_wait_is_silent(wait: str, story: Story) -> None:
 def test_a_use_without_a_wait_names_unit_gather_and_use(end: str, story: Story) -> None:
     """At the latest when the next hook runs or the node or the step ends."""
     (violation,) = check_uses([story(f"{GATHER}\n{end}")])
-    assert (violation.rule, violation.unit, violation.seq) == ("I1", "layers.0", 6)
+    assert (violation.rule, violation.unit, violation.seq) == ("I1", "layers.0", 5)
     assert violation.first is not None
     assert violation.second is not None
     assert (violation.first.seq, violation.second.seq) == (3, 5)
-    assert violation.missing == "stream 0 never waits for stream 1 after record 3"
+    assert violation.missing == (
+        "stream 0 never waits for all_gather of layers.0 on stream 1 in record 3"
+    )
     assert violation.hook == "pre_forward of layers.0"
 
 
