@@ -63,7 +63,6 @@ def timed_models(measured: Mapping[str, Any], scenario: Scenario) -> list[Timed]
                     layers=layers,
                     microbatches=scenario.num_microbatches,
                     parts=times["parts"],
-                    scale=times["step_us"] / times["step_with_parts_us"],
                     calls=count_calls(step_records(traces[0])),
                 )
             )
