@@ -41,8 +41,12 @@ _OWN_RECORDS: Final = frozenset(
 )
 """Records that cost nothing by themselves here: they are what is looked for, or bookkeeping."""
 
-FIRST_OF_MICROBATCH: Final = ("pre_process forward", "model backward")
-FIRST_OF_LAYER: Final = ("pre_dispatch_computation forward", "layer forward")
+FIRST_OF_MICROBATCH: Final = ("pre_process forward", "model backward", "sharded model backward")
+FIRST_OF_LAYER: Final = (
+    "pre_dispatch_computation forward",
+    "layer forward",
+    "sharded layer forward",
+)
 
 
 @dataclass(kw_only=True)
