@@ -44,3 +44,21 @@ def vary(scenario: Scenario, variant: str) -> Scenario:
 def is_reference(variant: str) -> bool:
     """Whether a variant runs the job without FSDP."""
     return variant.startswith("no_fsdp")
+
+
+def part_name(part: str, *, is_overlapped: bool, is_sharded: bool) -> str:
+    """Returns the name under which a part of a step is known to the timing model.
+
+    The combined schedule runs the loss's backward alone where the plain one runs that of the whole
+    model, and a layer or model under MFSDP's own hooks takes longer than one without.
+
+    Args:
+        part: "layer forward" or "model backward"; others stay as they are.
+        is_overlapped: Whether the combined schedule runs.
+        is_sharded: Whether the model is under MFSDP.
+    """
+    if part not in ("layer forward", "model backward"):
+        return part
+    if is_overlapped:
+        return "loss_func backward" if part == "model backward" else part
+    return f"sharded {part}" if is_sharded else part

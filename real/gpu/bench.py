@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from real.config import Scenario
+from real.gpu.host import rotated
 from real.gpu.jobs import make_job
 from real.gpu.world import gpu_world
 
@@ -83,6 +84,7 @@ def _time_variants(
     warmup: int,
     on_progress: Callable[[str], None],
 ) -> Results:
+    started = time.perf_counter()
     jobs: dict[str, Job] = {}
     rest: dict[str, int] = {}
     for name in variants:
@@ -92,19 +94,22 @@ def _time_variants(
         gc.collect()
         rest[name] = torch.cuda.memory_allocated() - before
         on_progress(f"the making of {name}")
+    built_s = time.perf_counter() - started
     times: dict[str, list[float]] = {name: [] for name in jobs}
     peaks: dict[str, int] = {}
-    gc.collect()
     gc.disable()
     try:
         for repeat in range(warmup + repeats):
-            for name, job in jobs.items():
-                elapsed, peak = _time_step(job, repeat)
+            order = rotated(list(jobs), repeat)
+            gc.collect()
+            # Collecting gives memory back; whoever runs next takes it again, page by page.
+            _time_step(jobs[order[0]], repeat)
+            for name in order:
+                elapsed, peak = _time_step(jobs[name], repeat)
                 on_progress(f"step {repeat} of {name}")
                 if repeat >= warmup:
                     times[name].append(elapsed)
                     peaks[name] = peak
-            gc.collect()
     finally:
         gc.enable()
     return {
@@ -112,8 +117,10 @@ def _time_variants(
             "step_ms": round(statistics.median(values), 2),
             "min_ms": round(min(values), 2),
             "max_ms": round(max(values), 2),
+            "all_ms": [round(value, 1) for value in values],
             "peak_bytes_above_rest": peaks[name],
             "rest_bytes": rest[name],
+            "built_s": round(built_s, 1),
         }
         for name, values in times.items()
     }

@@ -46,7 +46,7 @@ def run_calibration(
         }
         profiled = scenario.changed(num_layers=2, num_microbatches=3)
         parts: dict[str, Callable[[], Any]] = {
-            "nodes": lambda: {name: host.time_nodes(s) for name, s in small.items()},
+            "nodes": lambda: host.time_nodes(small),
             "small": lambda: small["2 layers"].as_dict(),
             "calls": lambda: host.time_calls(device),
             "collective_calls": lambda: host.time_collective_calls(device),

@@ -6,7 +6,7 @@ import gc
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Final
 
@@ -197,65 +197,97 @@ def _watched(job: Any, watch: Stopwatch) -> Iterator[None]:
 
 
 def time_nodes(
-    scenario: Scenario,
+    scenarios: Mapping[str, Scenario],
     variants: Sequence[str] = MAIN_VARIANTS,
     *,
-    repeats: int = 6,
+    repeats: int = 10,
+    warmup: int = 4,
     synchronize: Callable[[], None] = torch.cuda.synchronize,
-) -> dict[str, Any]:
-    """Returns what the host spends on the parts of a step, by variant.
+) -> dict[str, dict[str, Any]]:
+    """Returns what the host spends on the parts of a step, by scenario and variant.
 
-    The step is timed twice: with nothing else timed, and with all parts timed.
+    All jobs are built first and take turns, so that a host whose speed drifts is fair to all. Each
+    turn is one step with nothing else timed, and one with all parts timed.
 
     Args:
-        scenario: A small one.
+        scenarios: Small ones, by name.
         variants: Names of `real.variants.VARIANTS`.
-        repeats: Timed steps of each kind.
+        repeats: Turns of each job.
+        warmup: Turns before that are not timed.
         synchronize: Waits for the device.
     """
-    results = {}
-    for variant in variants:
-        job = make_job(scenario, variant)
-        gc.collect()
-        gc.disable()
-        try:
-            results[variant] = _time_job(job, repeats, synchronize)
-        finally:
-            gc.enable()
-        del job
-        gc.collect()
+    jobs = {
+        (name, variant): make_job(scenario, variant)
+        for name, scenario in scenarios.items()
+        for variant in variants
+    }
+    turns: dict[tuple[str, str], _Turns] = {key: _Turns() for key in jobs}
+    step = 0
+    gc.disable()
+    try:
+        for turn in range(warmup + repeats):
+            for key in rotated(list(jobs), turn):
+                if key == rotated(list(jobs), turn)[0]:
+                    # Collecting gives memory back; whoever runs next takes it again, page by page.
+                    gc.collect()
+                    _step_us(jobs[key], step, synchronize)
+                plain = _step_us(jobs[key], step, synchronize)
+                watch = Stopwatch()
+                with _watched(jobs[key], watch):
+                    watch.begin("step")
+                    whole = _step_us(jobs[key], step, synchronize, watch.end)
+                step += 1
+                if turn >= warmup:
+                    turns[key].add(plain, whole, watch.read())
+    finally:
+        gc.enable()
+    results: dict[str, dict[str, Any]] = {name: {} for name in scenarios}
+    for (name, variant), found in turns.items():
+        results[name][variant] = found.summary()
     return results
 
 
-def _time_job(job: Any, repeats: int, synchronize: Callable[[], None]) -> dict[str, Any]:
-    plain = [_step_us(job, step, synchronize) for step in range(3 + repeats)][3:]
-    watch = Stopwatch()
-    steps, parts = [], []
-    with _watched(job, watch):
-        for step in range(1 + repeats):
-            watch.read()
-            watch.begin("step")
-            steps.append(_step_us(job, step, synchronize, watch.end))
-            parts.append(watch.read())
-    keys = sorted({key for part in parts[1:] for key in part})
-    return {
-        "step_us": round(statistics.median(plain), 1),
-        "step_min_us": round(min(plain), 1),
-        "step_with_parts_us": round(statistics.median(steps[1:]), 1),
-        "parts": {
-            key: {
-                "count": parts[-1].get(key, (0, 0, 0))[0],
-                "own_us": round(_median(parts, key, 1), 2),
-                "whole_us": round(_median(parts, key, 2), 2),
-            }
-            for key in keys
-        },
-    }
+def rotated[Item](items: Sequence[Item], turn: int) -> list[Item]:
+    """Returns the items in an order that starts with another one each turn."""
+    first = turn % len(items)
+    return [*items[first:], *items[:first]]
+
+
+class _Turns:
+    """What was timed of one job."""
+
+    def __init__(self) -> None:
+        self._plain: list[float] = []
+        self._whole: list[float] = []
+        self._parts: list[dict[str, tuple[int, float, float]]] = []
+
+    def add(self, plain: float, whole: float, parts: dict[str, tuple[int, float, float]]) -> None:
+        """Adds one turn: microseconds of both steps, and the parts of the second."""
+        self._plain.append(plain)
+        self._whole.append(whole)
+        self._parts.append(parts)
+
+    def summary(self) -> dict[str, Any]:
+        """Returns medians over all turns."""
+        keys = sorted({key for part in self._parts for key in part})
+        return {
+            "step_us": round(statistics.median(self._plain), 1),
+            "step_min_us": round(min(self._plain), 1),
+            "step_with_parts_us": round(statistics.median(self._whole), 1),
+            "parts": {
+                key: {
+                    "count": self._parts[-1].get(key, (0, 0, 0))[0],
+                    "own_us": round(_median(self._parts, key, 1), 2),
+                    "whole_us": round(_median(self._parts, key, 2), 2),
+                }
+                for key in keys
+            },
+        }
 
 
 def _median(parts: list[dict[str, tuple[int, float, float]]], key: str, place: int) -> float:
     """Returns the median over steps of a step's mean."""
-    means = [part[key][place] / part[key][0] for part in parts[1:] if key in part]
+    means = [part[key][place] / part[key][0] for part in parts if key in part]
     return statistics.median(means)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from real.config import Scenario
 from real.trace import OpKind, Recorder, Sink, active_recorder, recording
+from real.variants import part_name
 from sim.cuda import FakeDevice, use_device
 from sim.cuda.device import active_device
 from sim.cuda.shapes import ShapeRecorder
@@ -20,6 +21,7 @@ from sim.hollow.routing import Routing
 from sim.megatron import megatron_on_fake_cuda, rank_state
 
 Progress = Callable[[str], None]
+_Watcher = Callable[[str, str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +104,8 @@ def run_for_shapes(
 
         world = World(scenario.world_size, state=rank_state(), replay=replay)
         stack.enter_context(recorded_nodes())
-        stack.enter_context(internals.watched_backwards(_begin, _end))
+        begin, end = _named(scenario, options)
+        stack.enter_context(internals.watched_backwards(begin, end))
         if not (scenario.overlap_moe_expert_parallel_comm or scenario.fine_grained_hooks):
             stack.enter_context(internals.watched_units(_record_unit, lambda *_: None))
         if options.marks_units:
@@ -129,7 +132,8 @@ def _run_rank(
             stack.enter_context(HollowMode(options.routing, real_floats=options.real_floats))
         initialize_parallel(scenario)
         job = _make_job(scenario, options)
-        stack.enter_context(internals.watched_layers(job.model.module, _begin, _end))
+        begin, end = _named(scenario, options)
+        stack.enter_context(internals.watched_layers(job.model.module, begin, end))
         stack.enter_context(internals.watched_finalize(job.model.config, _begin, _end))
         stack.enter_context(ShapeRecorder(device))
         for step in range(options.steps):
@@ -142,6 +146,22 @@ def _run_rank(
         num_records = recorder.num_records
         recorder.close()
     return num_records
+
+
+def _named(scenario: Scenario, options: ShapesRun) -> tuple[_Watcher, _Watcher]:
+    """Returns what records a layer or a backward under the name that the timing model knows."""
+    kind = {
+        "is_overlapped": scenario.overlap_moe_expert_parallel_comm,
+        "is_sharded": not options.is_reference,
+    }
+
+    def begin(name: str, direction: str) -> None:
+        _begin(*part_name(f"{name} {direction}", **kind).rsplit(" ", 1))
+
+    def end(name: str, direction: str) -> None:
+        _end(*part_name(f"{name} {direction}", **kind).rsplit(" ", 1))
+
+    return begin, end
 
 
 def _begin(name: str, direction: str, unit: str | None = None) -> None:

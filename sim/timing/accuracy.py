@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from real.trace import Trace
+from real.trace.recorder import Record
 from sim.timing.costfile import Cluster, Curve
 from sim.timing.costs import CostModel
 from sim.timing.fold import replay_folded
@@ -127,12 +128,30 @@ def predict(
     for one in measured:
         replay = replay_folded(traces(one), CostModel(cluster)).replay
         ranks = range(len(replay.times.ranks))
+        # A later step begins with what the one before has left on the modules, and replaces it.
+        peaks = (
+            memory_timeline(replay, rank).peak_bytes - left_over(replay.records[rank])
+            for rank in ranks
+        )
         yield Prediction(
             measured=one,
             step_ms=replay.step_ns / 1e6,
-            peak_bytes=max(memory_timeline(replay, rank).peak_bytes for rank in ranks),
+            peak_bytes=max(peaks),
             is_fitted=one.name in fitted,
         )
+
+
+def left_over(records: Sequence[Record]) -> int:
+    """Returns the bytes that a step has allocated and not given back at its end."""
+    sizes: dict[int, int] = {}
+    for record in records:
+        if record["op"] == "allocate":
+            sizes[record["storage"]] = record["bytes"]
+        elif record["op"] == "resize" and record["storage"] in sizes:
+            sizes[record["storage"]] = record["bytes"]
+        elif record["op"] == "free":
+            sizes.pop(record["storage"], None)
+    return sum(sizes.values())
 
 
 def fit(

@@ -8,7 +8,7 @@ from typing import Any, Final
 from real.trace.recorder import Record
 from sim.timing.collectives import Placement, collective_ns, place
 from sim.timing.costfile import Cluster, CostError, Curve, cluster_names, load_cluster
-from sim.timing.kernels import Shape, Work, work_of
+from sim.timing.kernels import Shape, Work, variant_of, work_of
 
 __all__ = ["Cluster", "CostError", "CostModel", "cluster_names", "load_cluster"]
 
@@ -78,7 +78,8 @@ class CostModel:
 
     def _timed(self, name: str, shapes: Sequence[Shape]) -> int:
         work = work_of(name, shapes)
-        return self.work_ns(work, self.cluster.kernel_efficiency.get(name))
+        curves = self.cluster.kernel_efficiency
+        return self.work_ns(work, curves.get(variant_of(name, shapes), curves.get(name)))
 
     def work_ns(self, work: Work, curve: Curve | None = None) -> int:
         """Returns the time of some work: the longer of computing and moving, or the floor.

@@ -41,8 +41,12 @@ _OWN_RECORDS: Final = frozenset(
 )
 """Records that cost nothing by themselves here: they are what is looked for, or bookkeeping."""
 
-FIRST_OF_MICROBATCH: Final = ("pre_process forward", "model backward")
-FIRST_OF_LAYER: Final = ("pre_dispatch_computation forward", "layer forward")
+FIRST_OF_MICROBATCH: Final = ("pre_process forward", "model backward", "sharded model backward")
+FIRST_OF_LAYER: Final = (
+    "pre_dispatch_computation forward",
+    "layer forward",
+    "sharded layer forward",
+)
 
 
 @dataclass(kw_only=True)
@@ -86,7 +90,6 @@ class Timed:
         layers: Number of layers.
         microbatches: Number of microbatches.
         parts: Count, own and whole microseconds by key, as measured.
-        scale: Time of a step over that of one in which all parts are timed.
         calls: What happens inside, by key.
     """
 
@@ -94,12 +97,11 @@ class Timed:
     layers: int
     microbatches: int
     parts: Mapping[str, Mapping[str, float]]
-    scale: float
     calls: Mapping[str, Calls]
 
     def own_ns(self, key: str) -> float:
         """Returns the nanoseconds of one node without what is timed inside it."""
-        return 1e3 * self.scale * self.parts[key]["own_us"]
+        return 1e3 * self.parts[key]["own_us"]
 
 
 def host_costs(measured: Mapping[str, Any], timed: Sequence[Timed], base: Content) -> Content:
@@ -163,14 +165,13 @@ def _cost(calls: Calls, known: Mapping[str, float]) -> float:
 
 
 def _left_over(timed: Sequence[Timed], key: str, known: Mapping[str, float]) -> float | None:
-    """Returns the mean over all variants of what a key's calls do not explain."""
-    total, count = 0.0, 0.0
-    for one in timed:
-        if key in one.parts and key in one.calls:
-            weight = one.parts[key]["count"]
-            total += weight * (one.own_ns(key) - _cost(one.calls[key], known))
-            count += weight
-    return total / count if count else None
+    """Returns the median over all models of what a key's calls do not explain."""
+    rests = [
+        one.own_ns(key) - _cost(one.calls[key], known)
+        for one in timed
+        if key in one.parts and key in one.calls
+    ]
+    return float(np.median(rests)) if rests else None
 
 
 _FOUND: Final = ("kernel_backward", "hook")

@@ -76,6 +76,20 @@ def kernel_class(name: str) -> str:
     return "elementwise"
 
 
+def variant_of(name: str, shapes: Sequence[Shape]) -> str:
+    """Returns the name of a kernel with what sets it apart from others of its name.
+
+    " mixed" is added when it converts between element types, and " spread" when one operand has
+    fewer elements than the others: both are other kernels than the plain one, and slower.
+    """
+    if kernel_class(name) not in ("elementwise", "copy") or name in _GATHERS:
+        return name
+    data = [shape for shape in shapes if len(shape) > 1]
+    if len({shape[0] for shape in data}) > 1:
+        return f"{name} mixed"
+    return f"{name} spread" if len({_numel(shape) for shape in data}) > 1 else name
+
+
 def work_of(name: str, shapes: Sequence[Shape]) -> Work:
     """Returns what a kernel does.
 

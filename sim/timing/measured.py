@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from sim.timing.costfile import KERNEL_CLASSES
-from sim.timing.kernels import work_of
+from sim.timing.kernels import variant_of, work_of
 
 Content = dict[str, Any]
 """A cost file as `tomllib` reads it."""
@@ -85,7 +85,7 @@ def _set_kernels(content: Content, kernels: Sequence[Mapping[str, Any]], source:
             point = (work.flops, work.flops / rate / nanoseconds)
         else:
             point = (work.num_bytes, work.num_bytes / bandwidth / nanoseconds)
-        by_name[entry["name"]].append(point)
+        by_name[variant_of(entry["name"], entry["shapes"])].append(point)
         by_class[work.kind].append(point)
     floor = min(1e3 * entry["us"] for entry in timed)
     device["kernel_floor_ns"] = _number(floor, source)

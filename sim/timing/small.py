@@ -8,7 +8,7 @@ from typing import Any
 
 from real.config import Scenario
 from real.trace import MemorySink, Trace, read_traces
-from real.variants import is_reference, vary
+from real.variants import is_reference, part_name, vary
 from sim.hollow.run import ShapesRun, run_for_shapes
 from sim.runner import open_sinks
 from sim.timing.hostfit import Timed, count_calls
@@ -56,14 +56,18 @@ def timed_models(measured: Mapping[str, Any], scenario: Scenario) -> list[Timed]
     for name, variants in measured["nodes"].items():
         layers = int(name.split()[0])
         for variant, times in variants.items():
+            is_overlapped = vary(scenario, variant).overlap_moe_expert_parallel_comm
+            is_sharded = not is_reference(variant)
             traces = traces_of(scenario.changed(num_layers=layers), variant, marks_units=True)
             timed.append(
                 Timed(
                     variant=variant,
                     layers=layers,
                     microbatches=scenario.num_microbatches,
-                    parts=times["parts"],
-                    scale=times["step_us"] / times["step_with_parts_us"],
+                    parts={
+                        part_name(key, is_overlapped=is_overlapped, is_sharded=is_sharded): part
+                        for key, part in times["parts"].items()
+                    },
                     calls=count_calls(step_records(traces[0])),
                 )
             )

@@ -120,11 +120,12 @@ def test_nodes_of_all_variants_are_timed(monkeypatch: pytest.MonkeyPatch) -> Non
 
     def body() -> Any:  # noqa: ANN401
         return host.time_nodes(
-            scenario,
+            {"small": scenario},
             ("no_fsdp_combined", "mfsdp_plain", "mfsdp_combined_dw"),
             repeats=1,
+            warmup=1,
             synchronize=lambda: None,
-        )
+        )["small"]
 
     times = run_in_world(body)[0]
     plain, combined = times["mfsdp_plain"]["parts"], times["mfsdp_combined_dw"]["parts"]
