@@ -10,10 +10,11 @@ from real.config import Scenario
 from sim.quiet import quiet
 from sim.runner import run_in_process
 
-TE = {"transformer_impl": "transformer_engine", "train_iters": 2}
+SMALL = {"num_layers": 2, "num_microbatches": 3, "train_iters": 2}
+TE = {**SMALL, "transformer_impl": "transformer_engine"}
 
 SCENARIOS: dict[str, dict[str, object]] = {
-    "local": {"train_iters": 2},
+    "local": SMALL,
     "three layers, delayed, prefetch both": {
         **TE,
         "num_layers": 3,
@@ -33,7 +34,8 @@ SCENARIOS: dict[str, dict[str, object]] = {
         "recompute_modules": "core_attn,layernorm",
     },
     "frozen layer, prefetch forward": {
-        "train_iters": 2,
+        **SMALL,
+        "num_layers": 3,
         "freeze": "decoder.layers.1.*",
         "prefetch": "forward",
     },
@@ -52,6 +54,7 @@ SCENARIOS: dict[str, dict[str, object]] = {
     "plain, MFSDP's own hooks": {**TE, "overlap_moe_expert_parallel_comm": False},
     "HybridModel": {
         **TE,
+        "num_layers": 4,
         "hybrid_layer_pattern": "*E*-",
         "overlap_moe_expert_parallel_comm": False,
         "fine_grained_hooks": True,
