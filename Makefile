@@ -32,7 +32,7 @@ sim-run: $(STAMP)
 
 ## sim-test: run the tests that need no GPU
 sim-test: $(STAMP)
-	.venv/bin/python -m pytest -m 'not gpu' $(ARGS)
+	.venv/bin/python -m pytest -m 'not gpu' -n auto --maxprocesses 4 --dist loadfile $(ARGS)
 
 ## gpu-test: run the tests that need a GPU; fails on a machine without one
 gpu-test:

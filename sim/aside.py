@@ -9,7 +9,8 @@ import signal
 import threading
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -39,12 +40,12 @@ class Aside:
         self._process = context.Process(
             target=_run, args=(function, sender, lifeline, not_ours), daemon=True
         )
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _ctrl_c_later(self.stop):
             # torch keeps idle threads; the copy uses one thread and none of their locks.
             warnings.simplefilter("ignore", DeprecationWarning)
             self._process.start()
-        sender.close()
-        os.close(lifeline)
+            sender.close()
+            os.close(lifeline)
 
     def fileno(self) -> int:
         """Returns what can be read when the result is there, for those who wait for several."""
@@ -77,6 +78,27 @@ class Aside:
         if self._lifeline is not None:
             os.close(self._lifeline)
             self._lifeline = None
+
+
+@contextmanager
+def _ctrl_c_later(undo: Callable[[], None]) -> Iterator[None]:
+    """Keeps ctrl-C for the end of the block, and then calls `undo` and raises.
+
+    Python runs functions of its own right after a fork, and an exception in one of them is lost.
+    """
+    came: list[int] = []
+    is_ours = threading.current_thread() is threading.main_thread() and callable(
+        signal.getsignal(signal.SIGINT)
+    )
+    previous = signal.signal(signal.SIGINT, lambda *_: came.append(1)) if is_ours else None
+    try:
+        yield
+    finally:
+        if is_ours:
+            signal.signal(signal.SIGINT, previous)
+    if came:
+        undo()
+        raise KeyboardInterrupt
 
 
 def _run(

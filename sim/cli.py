@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -10,7 +11,7 @@ from real.config import ScenarioError
 from real.flags import OneLineParser
 from real.trace import TraceError
 from sim.commands import COMMANDS
-from sim.commands.common import INTERRUPTED, fail
+from sim.commands.common import BROKEN_PIPE, INTERRUPTED, fail
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -32,6 +33,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return COMMANDS[arguments.command].run(arguments, words)
     except (ScenarioError, TraceError) as error:
         return fail(str(error))
+    except BrokenPipeError:
+        # The reader has seen enough, as `head` does; nothing more can be said to it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
     except KeyboardInterrupt:
         print("\nsim: interrupted; the trace holds what was written so far.", file=sys.stderr)
         return INTERRUPTED

@@ -138,8 +138,8 @@ def run_in_process(
             wall_s=time.perf_counter() - started,
             trace=out,
         )
-        violations += check_numerics(outputs, references, units=declared_units(traces[0]))
         violations += check_stalled(traces, faults)
+        violations += check_numerics(outputs, references, units=declared_units(traces[0]))
     return dataclasses.replace(result, violations=tuple(str(v) for v in violations))
 
 

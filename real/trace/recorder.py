@@ -78,7 +78,7 @@ class Recorder:
         seq = self.num_records
         self.num_records = seq + 1
         if self._sink is not None:
-            self._sink.write({"seq": seq, "op": op.value, **fields})
+            self._sink.write({"seq": seq, "op": op, **fields})
         return seq
 
     def begin_step(self, step: int) -> None:

@@ -9,7 +9,20 @@ import argparse
 from collections.abc import Sequence
 from typing import Any, Final, Protocol
 
-from sim.commands import accuracy, bench, cases, check, diff, fit, fuzz, mutants, run, time, whatif
+from sim.commands import (
+    accuracy,
+    bench,
+    cases,
+    check,
+    diff,
+    fit,
+    fuzz,
+    host,
+    mutants,
+    run,
+    time,
+    whatif,
+)
 
 Subparsers = Any  # argparse gives the class no public name
 
@@ -40,6 +53,7 @@ COMMANDS: Final[dict[str, Command]] = {
     "mutants": mutants,
     "time": time,
     "whatif": whatif,
+    "host": host,
     "accuracy": accuracy,
     "bench": bench,
     "fit": fit,

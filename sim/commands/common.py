@@ -19,6 +19,7 @@ DIFFERS: Final = 1
 """Exit status when what was asked for does not hold."""
 
 INTERRUPTED: Final = 130
+BROKEN_PIPE: Final = 141
 
 Progress = Callable[[str], None]
 

@@ -74,16 +74,15 @@ def add(commands: Any) -> None:
 def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     """Trains the scenario and its reference."""
     scenario = load_scenario(arguments.scenario).changed(**scenario_overrides(arguments))
+    faults = faults_of(arguments, scenario)
+    if faults and (arguments.world == "gloo" or arguments.shapes_only):
+        got = "--shapes-only" if arguments.shapes_only else "--world gloo"
+        return fail(f"Expected --fault with --world inprocess and arithmetic, got {got}.")
     if not arguments.shapes_only and (arguments.no_fsdp or arguments.routing_imbalance != 1.0):
         return fail("Expected --no-fsdp and --routing-imbalance with --shapes-only, got none.")
     if not 1.0 <= arguments.routing_imbalance < 2.0:
         got = arguments.routing_imbalance
         return fail(f"Expected a --routing-imbalance of at least 1 and below 2, got {got}.")
-    faults = faults_of(arguments, scenario)
-    if faults and arguments.world == "gloo":
-        return fail("Expected --world inprocess with --fault, got gloo.")
-    if faults and arguments.shapes_only:
-        return fail("Expected --fault without --shapes-only: nothing is compared there.")
     out = arguments.out or Path("runs") / arguments.scenario.stem
     replay = f"python -m sim {shlex.join(argv)}"
     # Imported late: bad input is answered before torch and Megatron load.
@@ -99,8 +98,9 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     from sim.runner import open_sinks, run_in_process
     from sim.world.world import WorldError
 
-    kernels = "all" if any(map(needs_kernels, faults)) else arguments.kernels
-    kernel_steps = None if kernels == "all" else [min(1, scenario.train_iters - 1)]
+    needs_all = any(map(needs_kernels, faults))  # who knows in which step it comes up
+    has_all = arguments.kernels == "all" or needs_all
+    kernel_steps = None if has_all else [min(1, scenario.train_iters - 1)]
     progress = progress_line() if not arguments.json else no_progress
     if arguments.shapes_only:
         return _run_for_shapes(scenario, arguments, out, replay, progress)
@@ -118,7 +118,7 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
                 replay=replay,
                 faults=faults,
                 progress=progress,
-                records_kernels=kernels != "none",
+                records_kernels=arguments.kernels != "none" or needs_all,
                 kernel_steps=kernel_steps,
                 records_shapes=arguments.shapes,
             )

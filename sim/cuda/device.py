@@ -12,6 +12,7 @@ Accumulators carry no such number; theirs is found another way [Note: the stream
 from __future__ import annotations
 
 import threading
+import weakref
 from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,6 +31,13 @@ _NUMBER: Final = "_fake_cuda_number"
 # Taken before any swap, so that the device keeps working while torch's names are replaced.
 _sequence_number = torch._C._autograd._get_sequence_nr
 _current_node = torch._C._current_autograd_node
+
+
+class _StorageReference(weakref.ref[torch.UntypedStorage]):
+    """Says which storage has died."""
+
+    __slots__ = ("number",)
+    number: int
 
 
 class FakeDevice:
@@ -56,6 +64,7 @@ class FakeDevice:
         self._captured_events: set[int] = set()
         self._capture_stream: Stream | None = None
         self._num_storages = 0
+        self._alive: dict[int, _StorageReference] = {}
         self.default_stream: Stream = Stream._on(self, priority=0)
         self._host_stream: Stream = self.default_stream
         self._node_stream: tuple[int, Stream] | None = None
@@ -172,6 +181,11 @@ class FakeDevice:
             self._births.append(sequence)
             self._birth_streams.append(stream)
 
+    def has_numbered(self, storage: torch.UntypedStorage) -> bool:
+        """Whether this device has given the storage a number."""
+        known = storage.__dict__.get(_NUMBER)
+        return known is not None and known[0] is self
+
     def storage_id(self, storage: torch.UntypedStorage) -> int:
         """Returns a storage's number: the same as long as it lives, never used again after."""
         # The number rides on the storage's Python object, which lives as long as the storage does.
@@ -182,6 +196,17 @@ class FakeDevice:
         self._num_storages = storage_id + 1
         storage.__dict__[_NUMBER] = (self, storage_id)
         return storage_id
+
+    def number_until_freed(self, storage: torch.UntypedStorage) -> int:
+        """Returns a new storage's number, and records when its last tensor dies."""
+        reference = _StorageReference(storage, self._freed)
+        reference.number = self.storage_id(storage)
+        self._alive[reference.number] = reference
+        return reference.number
+
+    def _freed(self, reference: _StorageReference) -> None:
+        del self._alive[reference.number]
+        self.recorder.record(OpKind.FREE, storage=reference.number)
 
 
 class _Active(threading.local):

@@ -11,8 +11,7 @@ carries its own number.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -109,7 +108,6 @@ class KernelRecorder(TorchDispatchMode):
         super().__init__()
         self._device = device
         self._records_shapes = records_shapes
-        self._storages: dict[int, weakref.ref[torch.UntypedStorage] | None] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -160,26 +158,24 @@ class KernelRecorder(TorchDispatchMode):
         writes: list[torch.Tensor],
         outputs: list[torch.Tensor],
     ) -> None:
-        stream = self._device.current_stream().stream_id
-        storage_id = self._device.storage_id
-        read_ids: dict[int, None] = {}
-        write_ids: dict[int, None] = {}
-        for tensor in reads:
-            number = storage_id(tensor.untyped_storage())
-            self._storages.setdefault(number)  # from before this mode, or made without a kernel
-            read_ids[number] = None
-        for tensor in writes:
-            number = storage_id(tensor.untyped_storage())
-            self._storages.setdefault(number)
-            write_ids[number] = None
+        device = self._device
+        recorder = device.recorder
+        stream = device.current_stream().stream_id
+        # Dictionaries stand for sets that keep their order.
+        read_ids = {device.storage_id(t.untyped_storage()): None for t in reads}
+        write_ids = {device.storage_id(t.untyped_storage()): None for t in writes}
         for tensor in outputs:
             storage = tensor.untyped_storage()
-            number = storage_id(storage)
-            if number not in self._storages:
-                self._allocate(storage, number, stream)
+            if not device.has_numbered(storage):
+                recorder.record(
+                    OpKind.ALLOCATE,
+                    stream=stream,
+                    storage=device.number_until_freed(storage),
+                    bytes=storage.nbytes(),
+                )
+            number = device.storage_id(storage)
             if number not in read_ids:
                 write_ids[number] = None
-        recorder = self._device.recorder
         if signature.is_host_read:
             recorder.record(OpKind.HOST_SYNC, what="stream", on=stream)
         if signature.allocates_only or not (read_ids or write_ids):
@@ -200,18 +196,6 @@ class KernelRecorder(TorchDispatchMode):
             writes=list(write_ids),
             **fields,
         )
-
-    def _allocate(self, storage: torch.UntypedStorage, number: int, stream: int) -> None:
-        recorder = self._device.recorder
-        recorder.record(OpKind.ALLOCATE, stream=stream, storage=number, bytes=storage.nbytes())
-        self._storages[number] = weakref.ref(storage, _free_record(recorder, number))
-
-
-def _free_record(recorder: Any, number: int) -> Callable[[object], None]:
-    def freed(_: object) -> None:
-        recorder.record(OpKind.FREE, storage=number)
-
-    return freed
 
 
 def _collect(value: Any, into: list[torch.Tensor]) -> None:

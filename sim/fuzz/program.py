@@ -298,10 +298,10 @@ class _RankBuilder:
         self._steps: list[HostStep] = []
         self._num_host_waits = 0
         self._queues: dict[int, int] = {}
-        self._async_queues: dict[str, int] = {}
+        self._async_queues: dict[tuple[str, int | None], int] = {}
         self._groups: dict[str, tuple[int, ...]] = {}
         self._events: dict[int, tuple[int, int]] = {}
-        self._ends: dict[tuple[str, int], tuple[int, int]] = {}
+        self._ends: dict[tuple[Any, ...], tuple[int, int]] = {}
         self._waited: dict[tuple[int, int], int] = {}
         self._blocks: dict[int, int] = {}
         self._pools: dict[int, list[list[int]]] = {}
@@ -369,8 +369,10 @@ class _RankBuilder:
     def _collective(self, record: Record) -> None:
         stream, seq = self._queue(record["stream"]), record["seq"]
         if record["kind"] in _MESSAGES:
-            self._put(stream, Op(Code.USE, seq, uses=self._uses(record, stream)))
-            self._ends[record["group"], record["n"]] = self._mark(stream)
+            queue = self._message_queue(record)
+            self._wait(queue, self._mark(stream), seq)
+            self._put(queue, Op(Code.USE, seq, uses=self._uses(record, queue)))
+            self._ends[_call_key(record)] = self._mark(queue)
             return
         queue = stream
         if record["async"]:
@@ -385,16 +387,20 @@ class _RankBuilder:
         self._shared.calls[place] = (record["unit"], record["kind"])
         uses = self._uses(record, queue)
         self._put(queue, Op(Code.COLLECTIVE, seq, uses=uses, meeting=meeting))
-        self._ends[record["group"], record["n"]] = self._mark(queue)
+        self._ends[_call_key(record)] = self._mark(queue)
 
-    def _async_queue(self, group: str) -> int:
-        queue = self._async_queues.get(group)
+    def _async_queue(self, group: str, peer: int | None = None) -> int:
+        queue = self._async_queues.get((group, peer))
         if queue is None:
-            queue = self._async_queues[group] = self._shared.add_queue(self._rank, None)
+            queue = self._async_queues[group, peer] = self._shared.add_queue(self._rank, None)
         return queue
 
+    def _message_queue(self, record: Record) -> int:
+        """Messages of a pair run in order; who sends waits for nobody here."""
+        return self._async_queue(record["group"], record.get("peer"))
+
     def _collective_wait(self, record: Record) -> None:
-        end = self._ends.get((record["group"], record["n"]))
+        end = self._ends.get(_call_key(record))
         if end is not None:
             self._wait(self._queue(record["stream"]), end, record["seq"])
 
@@ -494,6 +500,12 @@ class _RankBuilder:
             return  # whoever else used it is waited for by the allocator
         known.held_by = tuple(self._mark(queue) for queue in sorted(known.protected))
         self._pools.setdefault(known.owner, []).append([block, 0])
+
+
+def _call_key(record: Record) -> tuple[Any, ...]:
+    """Tells calls of one rank apart; messages are numbered for each pair and direction."""
+    peer = record.get("peer")
+    return record["group"], record["n"], peer, None if peer is None else record["kind"]
 
 
 _TAKE: Final = {

@@ -79,12 +79,17 @@ class StateSet:
         return copy.copy(value) if isinstance(value, (dict, list, set)) else value
 
     def install(self) -> None:
-        """Puts this rank's values in place."""
+        """Puts this rank's values in place, and keeps none: `save` takes what is there then.
+
+        A value kept here would outlive the rank's own use of it until the rank's next turn ends,
+        and the release of its memory would depend on the turns of all ranks.
+        """
         for (owner, name), value in zip(self._slots, self._values, strict=True):
             if value is not _MISSING:
                 setattr(owner, name, value)
             elif name in vars(owner):
                 delattr(owner, name)
+        self._values = []
         _set_rng_state(self._torch_rng)
         random.setstate(self._python_rng)
 

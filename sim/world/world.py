@@ -15,6 +15,7 @@ failure, a rank that waits counts as one that can run.
 from __future__ import annotations
 
 import ctypes
+import gc
 import random
 import sys
 import threading
@@ -228,6 +229,10 @@ class World:
         num_threads = torch.get_num_threads()
         torch.set_num_threads(1)  # the operations are tiny: more threads only add hand-overs
         _set_thread_isolation_mode(True)
+        # What sits in a cycle would go when the process has made so many objects, on any rank: the
+        # place of its release in a trace would depend on the turns of all ranks.
+        was_collecting = gc.isenabled()
+        gc.disable()
         try:
             self._ranks = [
                 _Rank(i, StateSet(self._state), self.faults) for i in range(self.num_ranks)
@@ -235,6 +240,8 @@ class World:
             with guarded(self.faults, self.num_ranks) as self._guard:
                 self._run_threads(body)
         finally:
+            if was_collecting:
+                gc.enable()
             outside.install()
             torch.set_num_threads(num_threads)
             _set_thread_isolation_mode(False)

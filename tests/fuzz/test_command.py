@@ -111,7 +111,7 @@ def test_a_replayed_command_has_the_same_flags(
         (["run", "--fault", "drop-wiat rank=1"], "Did you mean 'drop-wait'?"),
         (
             ["run", "--world", "gloo", "--fault", "drop-wait rank=1"],
-            "Expected --world inprocess with --fault, got gloo.",
+            "Expected --fault with --world inprocess and arithmetic, got --world gloo.",
         ),
     ],
 )

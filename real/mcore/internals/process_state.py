@@ -25,6 +25,7 @@ PROCESS_CLASS_ATTRIBUTES: Final[dict[str, tuple[str, ...]]] = {
     "megatron.core.transformer.multi_token_prediction.MTPLossAutoScaler": (
         "main_loss_backward_scale",
     ),
+    "megatron.core.transformer.multi_token_prediction.MTPLossLoggingHelper": ("tracker",),
     "megatron.core.transformer.moe.shared_experts.SharedExpertMLP": ("stream",),
     "megatron.core.transformer.moe.token_dispatcher.MoEAlltoAllTokenDispatcher": (
         "cuda_dtoh_stream",
