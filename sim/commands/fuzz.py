@@ -64,7 +64,7 @@ def add(commands: Any) -> None:
     fuzz.add_argument("--first-seed", type=int, default=0, metavar="N", help="the first one (0)")
     fuzz.add_argument("--jobs", type=int, metavar="N", help="processes (default: one a core)")
     fuzz.add_argument(
-        "--device-orders", type=int, default=4, metavar="N", help="device orders of a seed (4)"
+        "--device-orders", type=int, default=2, metavar="N", help="device orders of a seed (2)"
     )
     fuzz.add_argument(
         "--kernels-every",

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 NEVER: Final = "fault never came up"
 _MOST_DELAYS: Final = 3
-_SWITCH_CHANCES: Final = (0.0, 0.1, 0.5)
+_SWITCH_CHANCES: Final = (0.0, 0.05, 0.25)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class Setting:
 
     scenario: Scenario
     faults: tuple[Fault, ...] = ()
-    num_orders: int = 4
+    num_orders: int = 2
     kernels_every: int = 50
     has_reference: bool = True
 
