@@ -118,6 +118,7 @@ class Mfsdp1F1B(_BaseDataParallel):
         super().__init__(config=config, module=module)
         self.ddp_config = SimpleNamespace(data_parallel_sharding_strategy=_SHARDING_STRATEGY)
         self._context = internals.initialize_context(module)
+        internals.keep_accumulators(module)
         self._handle: HookHandle | None = None
         self._undo: list[Callable[[], None]] = []
         self._state_dict_hooks = internals.guard_state_dict(module)
