@@ -17,7 +17,7 @@ from real.mcore.internals.gradients import (  # noqa: E402
 )
 from real.mcore.internals.layouts import memoize_layouts  # noqa: E402
 from real.mcore.internals.lifetime import drop_schedule_state, loosen  # noqa: E402
-from real.mcore.internals.nodes import NodeCall, observed_nodes  # noqa: E402
+from real.mcore.internals.nodes import NodeCall, observed_nodes, tell_backward_nodes  # noqa: E402
 from real.mcore.internals.optimizer import shard_optimizer  # noqa: E402
 from real.mcore.internals.process_state import (  # noqa: E402
     PROCESS_CLASS_ATTRIBUTES,
@@ -70,6 +70,7 @@ __all__ = [
     "observed_nodes",
     "owned_parameters",
     "shard_optimizer",
+    "tell_backward_nodes",
     "unit_of_sharded",
     "unit_storages",
     "watched_backwards",

@@ -236,13 +236,16 @@ def keep_accumulators(root: nn.Module) -> None:
     MFSDP allocates them on the current stream when it shards a model. On a hybrid mesh the first
     last microbatch drops each on the reduce-scatter stream for one that is reduced over the outer
     axis as well, while that reduction still reads the old one: without the note the current
-    stream's next allocation could overwrite it. Later ones come from the reduce-scatter stream.
+    stream's next allocation could overwrite it. Later ones come from the reduce-scatter stream; on
+    a mesh of one axis the first one stays.
     """
     for module in root.modules():
         if is_fsdp_module(module):
             owner: Any = module
             for group in owner._parameter_groups:
-                if group.main_grad is not None:
+                if not group.requires_grad:
+                    continue
+                if group.main_grad.placements != group.main_weight.placements:
                     group.main_grad.local_buffer.record_stream(owner.context.reduce_scatter_stream)
 
 
