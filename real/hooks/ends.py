@@ -14,29 +14,29 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import nn
 
-from real.hooks.install import _Hook, _tensors
 from real.hooks.scheduler import UnitScheduler
+from real.hooks.weak import WeakHook, tensors_in
 
 
 class _End:
     """Says once that the backward of one call of a unit's module has ended."""
 
-    def __init__(self, hook: _Hook) -> None:
+    def __init__(self, hook: WeakHook) -> None:
         self._hook = hook
         self._is_said = False
 
     def say(self, _: object = None) -> None:
-        scheduler = self._hook._scheduler()
+        scheduler = self._hook.scheduler()
         if scheduler is not None and not self._is_said:
             self._is_said = True
-            name = self._hook._unit
+            name = self._hook.unit
             scheduler.end_backward([name], f"the end of its backward in {name or '<root>'}")
 
     def queue(self, _: object) -> None:
         torch.autograd.Variable._execution_engine.queue_callback(self.say)
 
 
-class _ArmEnd(_Hook):
+class _ArmEnd(WeakHook):
     """Before a unit's module is called, hooks the nodes that made its inputs.
 
     A recomputed module's input is cut off from its maker: the first, outer call has armed that one.
@@ -44,17 +44,17 @@ class _ArmEnd(_Hook):
 
     def __call__(self, module: nn.Module, args: object, kwargs: object) -> None:
         end = _End(self)
-        for tensor in _tensors([args, kwargs]):
+        for tensor in tensors_in([args, kwargs]):
             if tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(end.say)
 
 
-class _ArmLast(_Hook):
+class _ArmLast(WeakHook):
     """After the root's call: its backward ends with the whole autograd pass."""
 
     def __call__(self, module: nn.Module, args: object, output: object) -> None:
         end = _End(self)
-        for tensor in _tensors(output):
+        for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(end.queue)
 

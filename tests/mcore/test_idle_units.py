@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -54,6 +55,17 @@ def unreached(module: Any, forward: Forward) -> Forward:  # noqa: ANN401
     return run
 
 
+def in_turn(rest: Forward, busy: Forward, is_idle: Callable[[int], bool]) -> Forward:
+    """Rests in every second call, from the first on."""
+    calls = itertools.count()
+
+    def forward(*args: object) -> Any:  # noqa: ANN401
+        is_resting = next(calls) % 2 == 0 and is_idle(torch.distributed.get_rank())
+        return (rest if is_resting else busy)(*args)
+
+    return forward
+
+
 def on_some(
     idle: Callable[[Any, Forward], Forward], names: Sequence[str], *, is_idle: Callable[[int], bool]
 ) -> Callable[[Any], Any]:
@@ -64,17 +76,7 @@ def on_some(
             model = build(config, scenario)
             for name in names:
                 module = model.get_submodule(name)
-                busy, calls = module.forward, [0]
-                rest = idle(module, busy)
-
-                def forward(
-                    *args: Any, busy: Forward = busy, rest: Forward = rest, calls: Any = calls
-                ) -> Any:  # noqa: ANN401
-                    calls[0] += 1
-                    resting = calls[0] % 2 and is_idle(torch.distributed.get_rank())
-                    return (rest if resting else busy)(*args)
-
-                module.forward = forward
+                module.forward = in_turn(idle(module, module.forward), module.forward, is_idle)
             return model
 
         return build_more

@@ -52,9 +52,10 @@ def tell_backward_nodes(adapter_type: type) -> Callable[[], None]:
 
     def set_hooks(plan: Any, post_forward_hook: Any, post_backward_hook: Any) -> None:
         _released_set_hooks(plan, post_forward_hook, post_backward_hook)
-        adapter: Any = getattr(post_backward_hook, "__self__", None)
-        if not isinstance(adapter, adapter_type):
+        owner = getattr(post_backward_hook, "__self__", None)
+        if not isinstance(owner, adapter_type):
             return
+        adapter: Any = owner
         # A prediction layer wraps the transformer layer that is the unit.
         layer = getattr(plan.layer, "mtp_model_layer", plan.layer)
         release = plan.pre_dispatch_computation._post_backward_hook
