@@ -59,6 +59,8 @@ class Mutant:
         replacement: Makes what stands there instead, given what stood there.
         scenarios: Names of `SCENARIOS`, tried in order until one notices.
         equivalent: Why nothing can notice, or None.
+        twins: Ids of fault cases whose correct twin is tried next, for duties that a scenario is
+            recorded too late to show.
     """
 
     name: str
@@ -66,6 +68,7 @@ class Mutant:
     replacement: Callable[[Any], Any]
     scenarios: tuple[str, ...] = ("local",)
     equivalent: str | None = None
+    twins: tuple[str, ...] = ()
 
 
 def _nothing(_: Any) -> Any:
@@ -270,6 +273,13 @@ MUTANTS: Final = (
         scenarios=("clip",),
     ),
     Mutant(
+        name="first accumulators are kept for the reduce-scatter stream",
+        target="real.mcore.schedule.internals.keep_accumulators",
+        replacement=_nothing,
+        scenarios=(),
+        twins=("D1",),
+    ),
+    Mutant(
         name="every unit has its context before the schedule",
         target=f"{_ADAPTER}._replace_param_with_raw_if_needed",
         replacement=_nothing,
@@ -291,7 +301,7 @@ class Verdict:
     Attributes:
         name: The mutant.
         killed_by: What noticed, or None.
-        scenario: In which scenario.
+        scenario: In which scenario or twin.
         equivalent: Why nothing could, or None.
     """
 
@@ -337,6 +347,11 @@ def _judge(mutant: Mutant, references: dict[str, Any]) -> Verdict:
         notice = _notice(mutant, name, references)
         if notice is not None:
             return Verdict(name=mutant.name, killed_by=notice, scenario=name, equivalent=None)
+    for case in mutant.twins:
+        notice = _notice_in_twin(mutant, case)
+        if notice is not None:
+            place = f"twin of {case}"
+            return Verdict(name=mutant.name, killed_by=notice, scenario=place, equivalent=None)
     return Verdict(name=mutant.name, killed_by=None, scenario=None, equivalent=mutant.equivalent)
 
 
@@ -355,3 +370,15 @@ def _notice(mutant: Mutant, scenario: str, references: dict[str, Any]) -> str | 
         return error.problem.splitlines()[0]
     problems = result.problems()
     return problems[0].splitlines()[0] if problems else None
+
+
+def _notice_in_twin(mutant: Mutant, case: str) -> str | None:
+    """Returns the first line of what the correct twin of a fault case found, or None."""
+    from sim.cases import all_cases
+
+    [twin] = [known.correct for known in all_cases() if known.id == case]
+    if twin is None:
+        raise ValueError(f"Expected a case that a CPU can show, got {case}.")
+    with applied(mutant):
+        found = twin()
+    return str(found[0]).splitlines()[0] if found else None

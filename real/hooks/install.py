@@ -3,61 +3,39 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from real.hooks.plan import HookPlan
 from real.hooks.scheduler import UnitScheduler
+from real.hooks.weak import WeakHook, tensors_in
 from real.trace import OpKind, active_recorder
 
 _HANDLE_ATTRIBUTE = "_combined_1f1b_hooks"
 
 
-class _Hook:
-    """A hook that knows its scheduler weakly: the model never keeps the scheduler alive.
-
-    A deep copy of a module copies its hook dictionaries; the copied hook does nothing, because the
-    copy has units of its own or none.
-    """
-
-    def __init__(self, scheduler: UnitScheduler, unit: str, subject: str) -> None:
-        self._scheduler: Callable[[], UnitScheduler | None] = weakref.ref(scheduler)
-        self._unit = unit
-        self._subject = subject
-
-    def __deepcopy__(self, memo: dict[int, object]) -> _Hook:
-        copied = type(self).__new__(type(self))
-        copied.__dict__.update(self.__dict__, _scheduler=_no_scheduler)
-        return copied
-
-
-def _no_scheduler() -> None:
-    return None
-
-
-class _PreForward(_Hook):
+class _PreForward(WeakHook):
     def __call__(self, module: nn.Module, args: object, kwargs: object) -> None:
-        scheduler = self._scheduler()
+        scheduler = self.scheduler()
         if scheduler is not None:
-            scheduler.pre_forward(self._unit, self._subject)
+            scheduler.pre_forward(self.unit, self.subject)
 
 
-class _PostForward(_Hook):
+class _PostForward(WeakHook):
     def __init__(self, scheduler: UnitScheduler, units: tuple[str, ...], subject: str) -> None:
         super().__init__(scheduler, units[0], subject)
-        self._units = units
+        self.units = units
 
     def __call__(self, module: nn.Module, args: object, output: object) -> None:
-        scheduler = self._scheduler()
+        scheduler = self.scheduler()
         if scheduler is not None:
-            scheduler.post_forward(self._units, self._subject)
+            scheduler.post_forward(self.units, self.subject)
 
 
-class _PreBackward(_Hook):
+class _PreBackward(WeakHook):
     """Called by autograd before the node that made a module's output.
 
     Not a module hook: torch keeps the module in the graph for those, and a module that keeps a
@@ -65,12 +43,12 @@ class _PreBackward(_Hook):
     """
 
     def __call__(self, grad_outputs: object) -> None:
-        scheduler = self._scheduler()
+        scheduler = self.scheduler()
         if scheduler is not None:
-            scheduler.pre_backward(self._unit, self._subject)
+            scheduler.pre_backward(self.unit, self.subject)
 
 
-class _ArmBackward(_Hook):
+class _ArmBackward(WeakHook):
     """After a module's forward, puts the backward hook on the nodes that made its outputs."""
 
     def __init__(self, scheduler: UnitScheduler, unit: str, subject: str) -> None:
@@ -78,28 +56,18 @@ class _ArmBackward(_Hook):
         self._hook = _PreBackward(scheduler, unit, subject)
 
     def __call__(self, module: nn.Module, args: object, output: object) -> None:
-        if self._scheduler() is None:
+        if self.scheduler() is None:
             return  # a copy's: the hook that it would arm is the original's
-        for tensor in _tensors(output):
+        for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(self._hook)
 
 
-def _tensors(value: object) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
-
-
-class _PostGradient(_Hook):
+class _PostGradient(WeakHook):
     def __call__(self, parameter: object = None) -> None:
-        scheduler = self._scheduler()
+        scheduler = self.scheduler()
         if scheduler is not None:
-            scheduler.post_gradient(self._unit, self._subject)
+            scheduler.post_gradient(self.unit, self.subject)
 
 
 class HookHandle:

@@ -69,6 +69,10 @@ class ScheduledUnit:
         self.joined_streams: list[torch.cuda.Stream] = []
         # All gradients of this microbatch have come: whatever uses the unit now comes too late.
         self.is_complete = False
+        # Gradients have been reduced, and the end of the node that completes them is still to come.
+        self.is_reduced = False
+        # The backward has asked for it; an open interval may be a prefetch alone.
+        self.is_asked_for = False
         self.next_forward: ScheduledUnit | None = None
         self.next_backward: ScheduledUnit | None = None
         self.post_backward_hooks: OrderedDict[int, Callable[[nn.Module], None]] = OrderedDict()
@@ -127,11 +131,8 @@ class UnitScheduler:
 
     def pre_backward(self, name: str, module: str) -> None:
         """A submodule of unit `name` is about to run backward."""
-        unit = self.units[name]
         _record_hook("pre_backward", module, name)
-        self._unshard(unit, UnitEvent.BACKWARD_USE, module)
-        if unit.next_backward is not None:
-            self._prefetch(unit.next_backward, UnitEvent.BACKWARD_USE, module)
+        self._open_backward(self.units[name], module)
 
     def post_forward(self, names: Sequence[str], module: str) -> None:
         """A module that was called as a whole has run forward: its units' forward use ends.
@@ -152,6 +153,38 @@ class UnitScheduler:
             unit.is_complete = True
             self._finish_backward(unit, parameter, num_zero_filled=0)
 
+    def end_of_first_use(self, names: Sequence[str], cause: str) -> None:
+        """The node that first reads these units in backward has run: they are unsharded by now.
+
+        On a rank where nothing of a unit ran backward, it is gathered here: the other ranks have
+        gathered it inside the node, and nothing else of its communicator has come in between.
+        """
+        for name in names:
+            unit = self.units[name]
+            if not unit.is_asked_for:
+                self._open_backward(unit, cause)
+
+    def end_backward(self, names: Sequence[str], cause: str) -> None:
+        """The node that completes these units' gradients has run; once for each microbatch.
+
+        Where every parameter was used, the last gradient has reduced the unit inside the node. On
+        the other ranks it is reduced here, with zeros for what was not used. So the place of the
+        reduction among the collectives is that of the node, whatever the data was. A frozen unit
+        is not reduced.
+
+        Raises:
+            ContractError: A unit's gradients are not what was declared.
+        """
+        for name in names:
+            unit = self.units[name]
+            was_reduced, unit.is_reduced = unit.is_reduced, False
+            if was_reduced or not unit.is_trainable:
+                continue
+            self.end_of_first_use([name], cause)
+            unit.is_complete = True
+            self._finish_backward(unit, cause, num_zero_filled=self._zero_fill(unit, cause))
+            unit.is_reduced = False
+
     def release_forward(self, names: Sequence[str], cause: str) -> None:
         """The schedule is done with the forward of these units. Repeated calls do nothing."""
         for name in names:
@@ -165,7 +198,7 @@ class UnitScheduler:
         """The schedule has run every backward node of these units: close what is still open.
 
         A frozen unit is released here. A trainable parameter without a gradient was not used: its
-        gradient is zero, so that every rank reduces the same units whatever its data was.
+        gradient is zero. That is how the root ends, which no node of a layer completes.
 
         Raises:
             ContractError: A unit was used in backward after its last gradient, or its gradients are
@@ -186,7 +219,7 @@ class UnitScheduler:
             if not unit.is_trainable:
                 self._close_backward(unit, cause)
             else:
-                self._finish_backward(unit, cause, num_zero_filled=self._zero_fill(unit))
+                self._finish_backward(unit, cause, num_zero_filled=self._zero_fill(unit, cause))
 
     # -- public calls -----------------------------------------------------------------------
 
@@ -237,6 +270,12 @@ class UnitScheduler:
             ordering.join_unshard(unit.unit)
             unit.joined_streams.append(current)
 
+    def _open_backward(self, unit: ScheduledUnit, cause: str) -> None:
+        unit.is_asked_for = True
+        self._unshard(unit, UnitEvent.BACKWARD_USE, cause)
+        if unit.next_backward is not None:
+            self._prefetch(unit.next_backward, UnitEvent.BACKWARD_USE, cause)
+
     def _prefetch(self, unit: ScheduledUnit, event: UnitEvent, cause: str) -> None:
         unit.lifecycle.step(event, cause)
         self._gather(unit)
@@ -266,6 +305,7 @@ class UnitScheduler:
         unit.joined_streams = []
 
     def _close_backward(self, unit: ScheduledUnit, cause: str) -> None:
+        unit.is_asked_for = False
         after = unit.lifecycle.step(UnitEvent.BACKWARD_END, cause)
         if after is UnitPhase.FORWARD and not unit.is_released_by_schedule:
             # The next microbatch's forward has passed its last use of this unit by now.
@@ -296,6 +336,7 @@ class UnitScheduler:
             torch._foreach_div_(grads, unit.grad_divisor)
         with _at_work(unit, "reduce"):
             unit.unit.reduce_gradients()
+        unit.is_reduced = True
         if self._needs_fork:
             # No gather since the last fence: whoever waited there did not wait for this one.
             ordering.join_reduce_scatter(self.context)
@@ -329,7 +370,7 @@ class UnitScheduler:
                 unit=awake[0].name,
             )
 
-    def _zero_fill(self, unit: ScheduledUnit) -> int:
+    def _zero_fill(self, unit: ScheduledUnit, cause: str) -> int:
         short = unit.countdown.short()
         if short:
             raise ContractError(
@@ -346,6 +387,15 @@ class UnitScheduler:
                     f"Expected a completion hook for the gradient of {name!r} in FSDP unit "
                     f"{unit.name or '<root>'!r}, got the gradient without one.",
                     rule="I5",
+                    unit=unit.name,
+                )
+            if name in unit.delayed:
+                # Zeros would take the place of a gradient that is still to be made.
+                raise ContractError(
+                    f"Expected the delayed weight gradient of {name!r} in FSDP unit "
+                    f"{unit.name or '<root>'!r} by {cause}, got none: its backward_dw() has not "
+                    "run.",
+                    rule="I7",
                     unit=unit.name,
                 )
             parameters[name].grad = torch.zeros_like(parameters[name])

@@ -22,6 +22,7 @@ from real.hooks import (
     install_hooks,
     ordering,
 )
+from real.hooks.ends import install_ends
 from real.hooks.install import installed_handle
 from real.hooks.plan import HookPlan
 from real.mcore import internals
@@ -118,6 +119,7 @@ class Mfsdp1F1B(_BaseDataParallel):
         super().__init__(config=config, module=module)
         self.ddp_config = SimpleNamespace(data_parallel_sharding_strategy=_SHARDING_STRATEGY)
         self._context = internals.initialize_context(module)
+        internals.keep_accumulators(module)
         self._handle: HookHandle | None = None
         self._undo: list[Callable[[], None]] = []
         self._state_dict_hooks = internals.guard_state_dict(module)
@@ -168,9 +170,13 @@ class Mfsdp1F1B(_BaseDataParallel):
         self._undo = [
             attach,
             internals.join_schedule(Mfsdp1F1B),
+            internals.tell_backward_nodes(Mfsdp1F1B),
             internals.memoize_layouts(),
             internals.loosen(self.module),
         ]
+        if not self.config.overlap_moe_expert_parallel_comm:
+            modules = {name: unit.module for name, unit in units.items()}
+            self._undo.append(install_ends(self._handle.scheduler, modules))
         self._record_units(units, plan)
         return self._handle
 
@@ -297,6 +303,21 @@ class Mfsdp1F1B(_BaseDataParallel):
         """After the last backward node of a layer, and after its delayed weight gradients."""
         names = self._units_in(module)
         self.scheduler.release_backward(names, f"release of {names[0]}")
+
+    def post_backward_node(self, node: str, layer: nn.Module) -> None:
+        """After each backward of a layer's `mlp` or `pre_dispatch_computation` node.
+
+        The first completes the units inside a layer, the second the layer's own. A layer without
+        units inside is first read by its `mlp` node. Not to be called twice for one microbatch.
+        """
+        own, *inside = self._units_in(layer)
+        cause = f"{node} backward of {own}"
+        if node == "pre_dispatch_computation":
+            self.scheduler.end_backward([own], cause)
+        elif inside:
+            self.scheduler.end_backward(inside, cause)
+        else:
+            self.scheduler.end_of_first_use([own], cause)
 
     def _units_in(self, module: nn.Module) -> Sequence[str]:
         """Names of the unit `module` and of every unit inside it.

@@ -33,32 +33,24 @@ def on_ranks(
 # -- D1 ---------------------------------------------------------------------------------------
 
 
-def first_window(*, is_told: bool) -> Callable[[Rank], None]:
-    """One window of a hybrid mesh under the released package, seen from construction on.
+def first_window(rank: Rank) -> None:
+    """One window of a hybrid mesh, seen from construction on.
 
-    Its accumulators come from the compute stream's pool and are replaced on the reduce-scatter
+    The accumulators come from the compute stream's pool and are replaced on the reduce-scatter
     stream, which still reads them when their last reference goes.
-
-    Args:
-        is_told: Whether the allocator is told that the reduce-scatter stream uses them.
     """
+    rank.observe()
+    torch.manual_seed(1)
+    chunk: Any = units.Chunk()
+    units.shard_chunk(chunk, units.dense_mesh(2))
+    kernel = units.Kernel(units.wrap(chunk))
+    units.name_storages(rank.device, chunk)
+    kernel.step(0)
 
-    def body(rank: Rank) -> None:
-        rank.observe()
-        torch.manual_seed(1)
-        chunk: Any = units.Chunk()
-        units.shard_chunk(chunk, units.dense_mesh(2))
-        kernel = units.Kernel(units.wrap(chunk))
-        units.name_storages(rank.device, chunk)
-        if is_told:
-            stream = kernel.model.scheduler.context.reduce_scatter_stream
-            for unit in kernel.model.scheduler.units.values():
-                module: Any = unit.unit.module
-                for group in module.parameter_groups:
-                    group.main_grad.local_buffer.record_stream(stream)
-        kernel.step(0)
 
-    return body
+def accumulators_as_released() -> AbstractContextManager[None]:
+    """Nobody tells the allocator of the stream that replaces the accumulators."""
+    return replaced("real.mcore.schedule.internals.keep_accumulators", lambda _: lambda root: None)
 
 
 # -- D3 ---------------------------------------------------------------------------------------

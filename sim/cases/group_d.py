@@ -20,10 +20,10 @@ CASES: Final[tuple[Case, ...]] = (
         rules=("I10",),
         unit="decoder.layers.1",
         shown=Shown.KERNEL,
-        defect="none of ours: megatron-fsdp 0.6.1 does so in the first window of a hybrid mesh",
+        defect="megatron-fsdp 0.6.1 is left as it is in the first window of a hybrid mesh",
         twin="the allocator is told of the reduce-scatter stream",
-        faulty=faults.on_ranks(faults.first_window(is_told=False)),
-        correct=faults.on_ranks(faults.first_window(is_told=True)),
+        faulty=faults.on_ranks(faults.first_window, defect=faults.accumulators_as_released),
+        correct=faults.on_ranks(faults.first_window),
     ),
     Case(
         id="D3",

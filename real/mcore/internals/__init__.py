@@ -17,7 +17,7 @@ from real.mcore.internals.gradients import (  # noqa: E402
 )
 from real.mcore.internals.layouts import memoize_layouts  # noqa: E402
 from real.mcore.internals.lifetime import drop_schedule_state, loosen  # noqa: E402
-from real.mcore.internals.nodes import NodeCall, observed_nodes  # noqa: E402
+from real.mcore.internals.nodes import NodeCall, observed_nodes, tell_backward_nodes  # noqa: E402
 from real.mcore.internals.optimizer import shard_optimizer  # noqa: E402
 from real.mcore.internals.process_state import (  # noqa: E402
     PROCESS_CLASS_ATTRIBUTES,
@@ -32,6 +32,7 @@ from real.mcore.internals.units import (  # noqa: E402
     collect_units,
     initialize_context,
     is_fsdp_module,
+    keep_accumulators,
     owned_parameters,
     unit_of_sharded,
     unit_storages,
@@ -63,11 +64,13 @@ __all__ = [
     "initialize_context",
     "is_fsdp_module",
     "join_schedule",
+    "keep_accumulators",
     "loosen",
     "memoize_layouts",
     "observed_nodes",
     "owned_parameters",
     "shard_optimizer",
+    "tell_backward_nodes",
     "unit_of_sharded",
     "unit_storages",
     "watched_backwards",

@@ -1,10 +1,20 @@
-"""Tells when Megatron runs a schedule node."""
+"""Tells when Megatron runs a schedule node, and an adapter when a node has run backward."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
+
+from megatron.core.models.common.model_chunk_schedule_plan import (
+    TransformerLayerSchedulePlan,
+    TransformerModelChunkSchedulePlan,
+)
+from megatron.core.models.common.utils import TransformerLayerNode
+from megatron.core.pipeline_parallel.utils import ScheduleNode
+
+_released_set_hooks = TransformerLayerSchedulePlan.set_fsdp_reshard_hooks
+_num_told = 0
 
 
 class NodeCall(NamedTuple):
@@ -30,18 +40,55 @@ class NodeCall(NamedTuple):
     chunk: int
 
 
+def tell_backward_nodes(adapter_type: type) -> Callable[[], None]:
+    """Makes the schedule tell adapters of the end of two backward nodes; returns what undoes it.
+
+    The released schedule hooks the last backward node of a layer alone and says "release". An
+    adapter is told, once for each microbatch, that `mlp` and `pre_dispatch_computation` have run
+    backward: `post_backward_node(name, layer)`. A node with delayed weight gradients ends with the
+    call that makes them. The replacement keeps no model; the last undo restores the original.
+    """
+    global _num_told
+
+    def set_hooks(plan: Any, post_forward_hook: Any, post_backward_hook: Any) -> None:
+        _released_set_hooks(plan, post_forward_hook, post_backward_hook)
+        owner = getattr(post_backward_hook, "__self__", None)
+        if not isinstance(owner, adapter_type):
+            return
+        adapter: Any = owner
+        # A prediction layer wraps the transformer layer that is the unit.
+        layer = getattr(plan.layer, "mtp_model_layer", plan.layer)
+        release = plan.pre_dispatch_computation._post_backward_hook
+
+        def end_layer() -> None:
+            adapter.post_backward_node("pre_dispatch_computation", layer)
+            release()
+
+        plan.mlp.set_post_backward_hook(lambda: adapter.post_backward_node("mlp", layer))
+        plan.pre_dispatch_computation.set_post_backward_hook(end_layer)
+
+    if _num_told == 0:
+        TransformerLayerSchedulePlan.set_fsdp_reshard_hooks = set_hooks
+    _num_told += 1
+    is_telling = True
+
+    def undo() -> None:
+        nonlocal is_telling
+        global _num_told
+        if is_telling:
+            is_telling = False
+            _num_told -= 1
+            if _num_told == 0:
+                TransformerLayerSchedulePlan.set_fsdp_reshard_hooks = _released_set_hooks
+
+    return undo
+
+
 @contextmanager
 def observed_nodes(
     before: Callable[[NodeCall], None], after: Callable[[NodeCall], None]
 ) -> Iterator[None]:
     """Calls `before` and `after` around every schedule node of the process."""
-    from megatron.core.models.common.model_chunk_schedule_plan import (
-        TransformerLayerSchedulePlan,
-        TransformerModelChunkSchedulePlan,
-    )
-    from megatron.core.models.common.utils import TransformerLayerNode
-    from megatron.core.pipeline_parallel.utils import ScheduleNode
-
     build = TransformerLayerSchedulePlan._build_callable_nodes
     runs = {
         (ScheduleNode, "_forward"): "forward",

@@ -230,6 +230,25 @@ def initialize_context(root: Any) -> MfsdpContext:
     return MfsdpContext(root._context)
 
 
+def keep_accumulators(root: nn.Module) -> None:
+    """Tells the allocator that the reduce-scatter stream uses the first gradient accumulators.
+
+    MFSDP allocates them on the current stream when it shards a model. On a hybrid mesh the first
+    last microbatch drops each on the reduce-scatter stream for one that is reduced over the outer
+    axis as well, while that reduction still reads the old one: without the note the current
+    stream's next allocation could overwrite it. Later ones come from the reduce-scatter stream; on
+    a mesh of one axis the first one stays.
+    """
+    for module in root.modules():
+        if is_fsdp_module(module):
+            owner: Any = module
+            for group in owner._parameter_groups:
+                if not group.requires_grad:
+                    continue
+                if group.main_grad.placements != group.main_weight.placements:
+                    group.main_grad.local_buffer.record_stream(owner.context.reduce_scatter_stream)
+
+
 def collect_units(root: nn.Module) -> dict[str, MfsdpUnit]:
     """Returns all units under `root` by full name, in registration order."""
     return {
