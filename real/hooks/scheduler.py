@@ -161,7 +161,11 @@ class UnitScheduler:
         """
         for name in names:
             unit = self.units[name]
-            if not unit.is_asked_for:
+            if unit.is_asked_for:
+                continue
+            if unit.lifecycle.phase in (UnitPhase.BACKWARD, UnitPhase.BOTH):
+                self._prefetch_backward(unit, cause)  # it was prefetched itself, or recomputed
+            else:
                 self._open_backward(unit, cause)
 
     def end_backward(self, names: Sequence[str], cause: str) -> None:
@@ -180,6 +184,7 @@ class UnitScheduler:
             was_reduced, unit.is_reduced = unit.is_reduced, False
             if was_reduced or not unit.is_trainable:
                 continue
+            _record_hook("end_backward", name, name)
             self.end_of_first_use([name], cause)
             unit.is_complete = True
             self._finish_backward(unit, cause, num_zero_filled=self._zero_fill(unit, cause))
@@ -273,6 +278,9 @@ class UnitScheduler:
     def _open_backward(self, unit: ScheduledUnit, cause: str) -> None:
         unit.is_asked_for = True
         self._unshard(unit, UnitEvent.BACKWARD_USE, cause)
+        self._prefetch_backward(unit, cause)
+
+    def _prefetch_backward(self, unit: ScheduledUnit, cause: str) -> None:
         if unit.next_backward is not None:
             self._prefetch(unit.next_backward, UnitEvent.BACKWARD_USE, cause)
 

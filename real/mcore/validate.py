@@ -129,6 +129,16 @@ def validate(config: Any, model: nn.Module) -> None:
         raise ValueError(f"Expected a model with decoder layers, got {type(model).__name__}.")
     if config.overlap_moe_expert_parallel_comm:
         _check_trainable(model)
+        _check_last_layer(layers)
+
+
+def _check_last_layer(layers: Any) -> None:
+    """The schedule applies the decoder's final norm inside the combine node of the last layer."""
+    if not getattr(layers[-1], "is_moe_layer", True):
+        raise ValueError(
+            "Expected the last decoder layer to be MoE with overlap_moe_expert_parallel_comm, got "
+            "a dense one. It has no combine node, and the schedule applies the final norm there."
+        )
 
 
 def _check_trainable(model: nn.Module) -> None:

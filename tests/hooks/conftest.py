@@ -100,6 +100,7 @@ class Bench:
         divisors: Mapping[str, int] | None = None,
         prefetch: str = "none",
         fence_owner: str | None = "the test",
+        delayed: Sequence[str] = (),
     ) -> UnitScheduler:
         """Makes a scheduler of units, given the parameters of each by name, in forward order.
 
@@ -112,6 +113,7 @@ class Bench:
                 fires={p: (fires or {}).get(p, 1) for p in unit.trainable_parameters},
                 is_released_by_schedule=bool(name),
                 grad_divisor=(divisors or {}).get(name, 1),
+                delayed=[p for p in unit.trainable_parameters if p in delayed],
             )
             for name, unit in self.units.items()
         }

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from real.hooks import IllegalStep
+from real.hooks import ContractError, IllegalStep
 
 if TYPE_CHECKING:
     from tests.hooks.conftest import Bench
@@ -450,6 +450,95 @@ def test_the_fence_names_a_unit_that_somebody_else_gathered(bench: Bench) -> Non
     bench.units["a"].unshard()
     with pytest.raises(RuntimeError, match=r"still unsharded: a \(resting\)"):
         scheduler.finish_grad_sync()
+
+
+# -- the end of the node that completes a unit ----------------------------------------------
+
+
+def test_a_complete_unit_is_left_alone_when_its_node_ends(bench: Bench) -> None:
+    """Its last gradient has reduced it inside the node."""
+    scheduler = bench.scheduler(ONE)
+    for _ in range(2):
+        scheduler.pre_backward("a", "a.linear")
+        bench.accumulate(scheduler, "a", "a.w", "a.b")
+        bench.take()
+        scheduler.end_backward(["a"], "end of node")
+        assert bench.take() == []
+
+
+def test_unused_parameters_are_reduced_when_the_node_ends(bench: Bench) -> None:
+    """Not at the layer's release, which comes after gathers of other units."""
+    scheduler = bench.scheduler(ONE)
+    scheduler.pre_backward("a", "a.linear")
+    bench.accumulate(scheduler, "a", "a.w")
+    bench.take()
+    scheduler.end_backward(["a"], "end of node")
+    assert bench.take() == ["U- a", "RS a"]
+    assert bench.units["a"].reduced == [{"a.w": [1.0, 1.0], "a.b": [0.0, 0.0]}]
+    scheduler.release_backward(["a"], "end of layer")
+    assert bench.take() == []
+
+
+def test_a_unit_that_did_not_run_backward_is_gathered_and_reduced_all_the_same(
+    bench: Bench,
+) -> None:
+    """Other ranks have gathered it, and the one after it, inside the node."""
+    scheduler = bench.scheduler(THREE, prefetch="both")
+    scheduler.end_backward(["b"], "end of node")
+    assert bench.take() == ["ag<-compute", "U+ b", "compute<-b", "U+ a", "U- b", "RS b"]
+
+
+def test_a_prefetched_unit_that_did_not_run_backward_still_prefetches_the_next(
+    bench: Bench,
+) -> None:
+    """An open interval is not enough: on other ranks its consumer has come."""
+    scheduler = bench.scheduler(THREE, prefetch="both")
+    scheduler.pre_backward("c", "c")
+    bench.accumulate(scheduler, "c", "c.w")
+    bench.take()
+    scheduler.end_backward(["c", "b"], "end of node")
+    assert bench.take() == ["U+ a", "U- b", "RS b"]
+
+
+def test_the_end_of_the_first_use_gathers_what_nothing_has_asked_for(bench: Bench) -> None:
+    """And nothing else: where the node has read the unit, it is gathered."""
+    scheduler = bench.scheduler(THREE)
+    scheduler.pre_backward("a", "a")
+    bench.take()
+    scheduler.end_of_first_use(["a", "b"], "end of node")
+    assert bench.take() == ["U+ b", "compute<-b"]
+
+
+def test_a_frozen_unit_is_not_touched_when_the_node_ends(bench: Bench) -> None:
+    """It is not reduced, and its layer releases it."""
+    scheduler = bench.scheduler({"": ["w"], "a": []})
+    scheduler.pre_backward("a", "a.linear")
+    bench.take()
+    scheduler.end_backward(["a"], "end of node")
+    assert bench.take() == []
+    assert bench.phases(scheduler)["a"] == "backward"
+
+
+def test_a_use_after_the_end_of_the_node_is_refused_at_the_edge(bench: Bench) -> None:
+    """Zeros complete a unit as gradients do."""
+    scheduler = bench.scheduler(ONE)
+    scheduler.end_backward(["a"], "end of node")
+    scheduler.pre_backward("a", "a.late")
+    with pytest.raises(ContractError, match="got it unsharded again") as raised:
+        scheduler.release_backward(["a"], "end of layer")
+    assert (raised.value.rule, raised.value.unit) == ("I3", "a")
+
+
+@pytest.mark.parametrize("point", ["release_backward", "end_backward"])
+def test_a_pending_delayed_gradient_is_never_taken_for_zero(bench: Bench, point: str) -> None:
+    """Zeros would be reduced, and the gradient itself would come too late."""
+    scheduler = bench.scheduler(ONE, delayed=["a.w"])
+    scheduler.pre_backward("a", "a.linear")
+    bench.accumulate(scheduler, "a", "a.b")
+    with pytest.raises(ContractError, match=r"delayed weight gradient of 'a\.w'") as raised:
+        getattr(scheduler, point)(["a"], "end of layer")
+    assert (raised.value.rule, raised.value.unit) == ("I7", "a")
+    assert bench.units["a"].reduced == []
 
 
 # -- public calls ---------------------------------------------------------------------------

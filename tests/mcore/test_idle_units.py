@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Final
 
 import pytest
@@ -16,6 +16,7 @@ from real.trace import MemorySink
 from sim.megatron import megatron_on_fake_cuda
 from sim.quiet import quiet
 from sim.runner import run_in_process
+from sim.world import WorldError
 
 SMALL: Final = Scenario(num_layers=3, num_microbatches=3, train_iters=1)
 EXPERTS: Final = "decoder.layers.1.mlp.experts"
@@ -55,28 +56,31 @@ def unreached(module: Any, forward: Forward) -> Forward:  # noqa: ANN401
     return run
 
 
-def in_turn(rest: Forward, busy: Forward, is_idle: Callable[[int], bool]) -> Forward:
-    """Rests in every second call, from the first on."""
+def in_turn(rest: Forward, busy: Forward, is_idle: Callable[[int], bool], every: int) -> Forward:
+    """Rests in the first call and in every so many after it."""
     calls = itertools.count()
 
     def forward(*args: object) -> Any:  # noqa: ANN401
-        is_resting = next(calls) % 2 == 0 and is_idle(torch.distributed.get_rank())
+        is_resting = next(calls) % every == 0 and is_idle(torch.distributed.get_rank())
         return (rest if is_resting else busy)(*args)
 
     return forward
 
 
 def on_some(
-    idle: Callable[[Any, Forward], Forward], names: Sequence[str], *, is_idle: Callable[[int], bool]
+    idle: Callable[[Any, Forward], Forward],
+    *,
+    is_idle: Callable[[int], bool] = lambda rank: rank == 0,
+    every: int = 2,
 ) -> Callable[[Any], Any]:
-    """Wraps a builder: named modules are idle in every second call, on some ranks."""
+    """Wraps a builder: the experts of one layer are idle in some calls, on some ranks."""
 
     def make(build: Any) -> Any:  # noqa: ANN401 - Megatron's builder
         def build_more(config: Any, scenario: Scenario) -> Any:  # noqa: ANN401
             model = build(config, scenario)
-            for name in names:
-                module = model.get_submodule(name)
-                module.forward = in_turn(idle(module, module.forward), module.forward, is_idle)
+            module = model.get_submodule(EXPERTS)
+            rest = idle(module, module.forward)
+            module.forward = in_turn(rest, module.forward, is_idle, every)
             return model
 
         return build_more
@@ -104,8 +108,18 @@ def test_idle_experts_are_reduced_where_busy_ones_are(
 ) -> None:
     """Experts of rank 0 rest in the first and third microbatch; those of rank 2 never do."""
     scenario = SMALL.changed(prefetch=prefetch)
-    make = on_some(idle, [EXPERTS], is_idle=lambda rank: rank == 0)
-    assert problems_of(scenario, make, mocker) == []
+    assert problems_of(scenario, on_some(idle), mocker) == []
+
+
+@pytest.mark.slow
+def test_ranks_hang_when_nobody_hears_of_the_node(mocker: MockerFixture) -> None:
+    """The layer's release is too late: the next microbatch's experts are gathered before it."""
+    with megatron_on_fake_cuda():
+        from real.mcore.schedule import Mfsdp1F1B
+
+        mocker.patch.object(Mfsdp1F1B, "post_backward_node")
+    with pytest.raises(WorldError, match=r"decoder\.layers\.1\.mlp\.experts"):
+        problems_of(SMALL, on_some(unread), mocker)
 
 
 @pytest.mark.slow
@@ -120,5 +134,6 @@ def test_the_plain_schedule_reduces_idle_experts_in_place_too(
         fine_grained_hooks=True,
         recompute_granularity=None if recompute == "none" else recompute,
     )
-    make = on_some(idle, [EXPERTS], is_idle=lambda rank: rank == 0)
+    # A recomputed forward is a call of its own and has to rest as the first one did.
+    make = on_some(idle, every=2 if recompute == "none" else 1)
     assert problems_of(scenario, make, mocker) == []

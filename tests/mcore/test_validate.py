@@ -137,6 +137,21 @@ def test_frozen_weights_that_the_schedule_cannot_drive_are_refused(
     assert run_ranks(scenario, body) == [True] * 2
 
 
+def test_a_dense_last_layer_is_refused_by_the_combined_schedule(run_ranks: RunRanks) -> None:
+    """The released schedule would leave out the final norm: another loss, and no error."""
+    scenario = SMALL.changed(num_layers=2, moe_layer_freq="1,0")
+
+    def body(rank: int, records: Records) -> object:
+        from real.mcore.jobs import FsdpJob
+
+        with pytest.raises(ValueError, match="Expected the last decoder layer to be MoE"):
+            FsdpJob(scenario)
+        FsdpJob(scenario.changed(overlap_moe_expert_parallel_comm=False))
+        return True
+
+    assert run_ranks(scenario, body) == [True] * 2
+
+
 @pytest.mark.parametrize("version", ["0.18.9", "0.20.0", "0.190.1", "1.19.0"])
 def test_another_series_of_megatron_is_one_clear_error(mocker: MockerFixture, version: str) -> None:
     """Its private names may be others."""
