@@ -150,7 +150,7 @@ def _no_zero_fill() -> AbstractContextManager[None]:
     """A unit whose owned parameters did not all take part is reduced as it is."""
 
     def make(_: Any) -> Any:
-        def leave(scheduler: Any, unit: Any) -> int:
+        def leave(scheduler: Any, unit: Any, cause: str) -> int:
             unit.countdown.rearm()
             return 0
 

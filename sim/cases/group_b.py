@@ -21,8 +21,8 @@ def _counted_by_autograd() -> AbstractContextManager[None]:
 
     def make(_: Any) -> Any:
         def register(module: Any, hook: Any) -> Any:
-            unit = hook._scheduler().units[hook._unit].unit
-            parameter = unit.trainable_parameters[hook._subject]
+            unit = hook.scheduler().units[hook.unit].unit
+            parameter = unit.trainable_parameters[hook.subject]
             return parameter.register_post_accumulate_grad_hook(hook).remove
 
         return register
@@ -35,7 +35,7 @@ def _shared_expert_forgotten() -> AbstractContextManager[None]:
 
     def make(original: Any) -> Any:
         def register(module: Any, hook: Any) -> Any:
-            if "shared_experts" in hook._subject:
+            if "shared_experts" in hook.subject:
                 return lambda: None
             return original(module, hook)
 
