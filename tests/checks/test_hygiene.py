@@ -68,3 +68,8 @@ def test_all_twins_of_a_hook_are_one_report(story: Story) -> None:
 def test_without_kernels_a_module_called_twice_in_a_row_is_no_fault(story: Story) -> None:
     """Nothing else is recorded between its calls; only all of them in pairs are."""
     assert _rules(story(PAIR + "end attn forward\nhook pre_forward layers.0")) == []
+
+
+def test_a_module_always_called_twice_in_a_row_is_no_fault_beside_others(story: Story) -> None:
+    """MTP's output layer is; a second installation would double the others' hooks too."""
+    assert _rules(story(PAIR + "end attn forward\nhook pre_forward layers.1")) == []
