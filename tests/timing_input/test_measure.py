@@ -191,3 +191,4 @@ def test_a_model_of_the_grid_is_timed_in_every_variant(monkeypatch: pytest.Monke
         for values in results.values():
             assert 0 < values["min_ms"] <= values["step_ms"] <= values["max_ms"]
             assert values["peak_bytes_above_rest"] == 5
+            assert values["peak_bytes_by_rank"] == [5, 5]
