@@ -112,7 +112,7 @@ def _read(path: Path) -> list[Measured]:
 
 def _peak(entry: dict[str, Any]) -> int:
     """Returns the mean over ranks: they differ by routing, which is even in a run for shapes."""
-    by_rank = entry.get("peak_bytes_by_rank") or [entry["peak_bytes_above_rest"]]
+    by_rank: list[int] = entry.get("peak_bytes_by_rank") or [entry["peak_bytes_above_rest"]]
     return round(sum(by_rank) / len(by_rank))
 
 
