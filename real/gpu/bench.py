@@ -112,6 +112,8 @@ def _time_variants(
                     peaks[name] = peak
     finally:
         gc.enable()
+    by_rank: list[dict[str, int]] = [{}] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(by_rank, peaks)
     return {
         name: {
             "step_ms": round(statistics.median(values), 2),
@@ -119,6 +121,7 @@ def _time_variants(
             "max_ms": round(max(values), 2),
             "all_ms": [round(value, 1) for value in values],
             "peak_bytes_above_rest": peaks[name],
+            "peak_bytes_by_rank": [found[name] for found in by_rank],
             "rest_bytes": rest[name],
             "built_s": round(built_s, 1),
         }

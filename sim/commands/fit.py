@@ -30,6 +30,12 @@ def add(commands: Any) -> None:
         metavar="FILE",
         help="the cost file to take the rest from",
     )
+    parser.add_argument(
+        "--factors",
+        default="",
+        metavar="NAME=X,...",
+        help="factors that `python -m sim accuracy --fit` found: host, sharding, matrix, memory",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -41,16 +47,24 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
         small = measured["small"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         return fail(f"Expected measurements and a cost file to start from, got: {error!r}.")
+    from sim.timing.accuracy import Factors
+
+    try:
+        pairs = [pair.partition("=") for pair in arguments.factors.split(",") if pair]
+        factors = Factors(**{name: float(value) for name, _, value in pairs})
+    except (TypeError, ValueError):
+        return fail(f"Expected --factors such as host=1.1,matrix=0.9, got {arguments.factors!r}.")
     from sim.quiet import quiet
 
     quiet()
     from sim.timing.costfile import load_cluster
     from sim.timing.hostfit import host_costs
-    from sim.timing.measured import device_costs, to_toml
+    from sim.timing.measured import apply_factors, device_costs, to_toml
     from sim.timing.small import timed_models
 
     content = device_costs(measured, base)
     content = host_costs(measured, timed_models(measured, Scenario(**small)), content)
+    apply_factors(content, factors)
     machine = measured["machine"]
     content["description"] = f"{machine['num_devices']} x {machine['device']}, measured"
     arguments.out.write_text(to_toml(content, content["description"]))

@@ -22,6 +22,9 @@ PAIRS: Final = (
 )
 """Variants of one model whose order a prediction has to get right."""
 
+SHARDING_CALLS: Final = ("unshard", "unshard_noop", "reshard", "reduce", "reduce_last", "hook")
+"""Host costs that only a model under MFSDP has."""
+
 DIFFERENCE: Final = 0.02
 """Relative difference of two measured step times from which their order counts."""
 
@@ -81,19 +84,23 @@ class Factors:
 
     Attributes:
         host: On every host cost.
+        sharding: On the host costs of MFSDP's calls and our hooks, besides.
         matrix: On the speed of matrix products.
         memory: On the speed of all other kernels.
     """
 
     host: float = 1.0
+    sharding: float = 1.0
     matrix: float = 1.0
     memory: float = 1.0
 
     def apply(self, cluster: Cluster) -> Cluster:
         """Returns the cluster with these factors."""
         scaled = cluster.scaled(host=self.host)
+        sharding = {name: scaled.host[name] * self.sharding for name in SHARDING_CALLS}
         return replace(
             scaled,
+            host={**scaled.host, **sharding},
             efficiency={
                 name: _faster(curve, self.of(name)) for name, curve in cluster.efficiency.items()
             },

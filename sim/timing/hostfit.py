@@ -2,9 +2,11 @@
 
 [Note: host costs] A trace of the same small model says which calls each node makes. Calls that were
 timed alone have their costs; the rest of a node's time is the node's own cost, Python of Megatron
-and Transformer Engine for the most part. Two costs are found from all nodes together: that of a
-kernel launched by autograd, and that of one of our hooks. What lies outside of all nodes goes to
-the first node of a microbatch and, as far as it grows with the layers, to the first of a layer.
+and Transformer Engine for the most part. A kernel launched by autograd costs what a layer more adds
+to the backward of the plain schedule. One of our hooks costs what nodes take longer under MFSDP
+than without it, and nodes of delayed weight gradients cost all that is added with them. What lies
+outside of all nodes goes to the first node of a microbatch and, as far as it grows with the layers,
+to the first of a layer.
 """
 
 from __future__ import annotations
@@ -36,8 +38,11 @@ _CALLS: Final = {
     "stream_wait": "stream_wait",
     "record_stream": "record_stream",
 }
+_FOUND: Final = ("kernel_backward", "hook")
+"""Costs that no call alone shows."""
+
 _OWN_RECORDS: Final = frozenset(
-    {"node", "node_end", "unshard", "reshard", "reduce", "hook", "allocate", "free", "name", "unit"}
+    {"node", "node_end", "unshard", "reshard", "reduce", "allocate", "free", "name", "unit"}
 )
 """Records that cost nothing by themselves here: they are what is looked for, or bookkeeping."""
 
@@ -99,6 +104,21 @@ class Timed:
     parts: Mapping[str, Mapping[str, float]]
     calls: Mapping[str, Calls]
 
+    @property
+    def keys(self) -> list[str]:
+        """Keys of nodes, those of units and of what is outside left out."""
+        return [k for k in self.parts if k in self.calls and k not in (*_UNIT_CALLS, OUTSIDE)]
+
+    @property
+    def is_hooked(self) -> bool:
+        """Whether our hooks run in its nodes."""
+        return any(calls.records.get("hook") for calls in self.calls.values())
+
+    @property
+    def is_delayed(self) -> bool:
+        """Whether weight gradients have nodes of their own."""
+        return any(key.endswith(" wgrad") for key in self.parts)
+
     def own_ns(self, key: str) -> float:
         """Returns the nanoseconds of one node without what is timed inside it."""
         return 1e3 * self.parts[key]["own_us"]
@@ -114,9 +134,14 @@ def host_costs(measured: Mapping[str, Any], timed: Sequence[Timed], base: Conten
     """
     source = source_of(measured)
     host = base["host"]
-    known = _known_costs(measured, host)
-    for name, value in known.items():
+    timed_alone = _timed_alone(measured)
+    for name, value in timed_alone.items():
         host[name] = {"value": round(value), "source": source}
+    known = {
+        name: float(leaf["value"])
+        for name, leaf in host.items()
+        if "value" in leaf and name not in ("node", *_FOUND)
+    }
     nodes, found = _solve(timed, known)
     for name, value in found.items():
         host[name] = {"value": round(value), "source": source}
@@ -133,17 +158,10 @@ def host_costs(measured: Mapping[str, Any], timed: Sequence[Timed], base: Conten
     return base
 
 
-def _known_costs(measured: Mapping[str, Any], host: Content) -> dict[str, float]:
-    """Returns nanoseconds of calls that were timed alone."""
-    known = {
-        name: float(leaf["value"])
-        for name, leaf in host.items()
-        if "value" in leaf and name not in ("node", "kernel_backward", "hook")
-    }
+def _timed_alone(measured: Mapping[str, Any]) -> dict[str, float]:
+    """Returns nanoseconds of the calls that were timed alone."""
     calls = measured.get("calls", {})
-    for name, call in _CALLS.items():
-        if call in calls:
-            known[name] = 1e3 * calls[call]
+    known = {name: 1e3 * calls[call] for name, call in _CALLS.items() if call in calls}
     if "nvtx_push_pop" in calls:
         known["nvtx"] = 1e3 * calls["nvtx_push_pop"] / 2
     if "event_synchronize" in calls:
@@ -174,39 +192,84 @@ def _left_over(timed: Sequence[Timed], key: str, known: Mapping[str, float]) -> 
     return float(np.median(rests)) if rests else None
 
 
-_FOUND: Final = ("kernel_backward", "hook")
-
-
 def _solve(
     timed: Sequence[Timed], known: Mapping[str, float]
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Returns the own cost of every node, and the costs that are found from all nodes together."""
-    keys = sorted(
-        {
-            key
-            for one in timed
-            for key in one.parts
-            if key in one.calls and key not in (*_UNIT_CALLS, OUTSIDE)
-        }
-    )
-    column = {key: place for place, key in enumerate((*keys, *_FOUND))}
+    """Returns the own cost of every node, and what a kernel of autograd and a hook of ours cost.
+
+    One after another, each from the models that show it, so that whole steps come out right.
+    """
+    kernel_backward, nodes = _plain_backwards(timed, known)
+    known = {**known, "kernel_backward": kernel_backward}
+    rests: dict[str, list[float]] = defaultdict(list)
+    for one in timed:
+        for key in one.keys:
+            if not one.is_hooked and key not in nodes:
+                rests[key].append(one.own_ns(key) - _cost(one.calls[key], known))
+    nodes |= {key: max(float(np.median(values)), 0.0) for key, values in rests.items()}
+    hook = _per_record("hook", [one for one in timed if not one.is_delayed], nodes, known)
+    known["hook"] = hook
+    nodes |= _delayed(timed, nodes, known)
+    return nodes, {"kernel_backward": kernel_backward, "hook": hook}
+
+
+def _plain_backwards(
+    timed: Sequence[Timed], known: Mapping[str, float]
+) -> tuple[float, dict[str, float]]:
+    """Returns what a kernel of autograd costs, and what the backward of a microbatch does beside.
+
+    Models of different numbers of layers tell the two apart.
+    """
+    names = ("model backward", "sharded model backward")
     rows, targets = [], []
     for one in timed:
-        for key in keys:
-            if key not in one.parts or key not in one.calls:
-                continue
-            calls = one.calls[key]
-            row = np.zeros(len(column))
-            row[column[key]] = 1.0
-            for name in _FOUND:
-                row[column[name]] = calls.records.get(name, 0) / calls.count
-            # Each node counts as often as it runs: what is to be right is the step.
-            weight = float(np.sqrt(one.parts[key]["count"] / one.microbatches))
-            rows.append(weight * row)
-            targets.append(weight * (one.own_ns(key) - _cost(calls, known)))
-    solution = least_squares(np.array(rows), np.array(targets))
-    values = {key: float(solution[place]) for key, place in column.items()}
-    return {key: values[key] for key in keys}, {name: values[name] for name in _FOUND}
+        for place, name in enumerate(names):
+            if name in one.keys:
+                calls = one.calls[name]
+                row = [0.0, 0.0, calls.records["kernel_backward"] / calls.count]
+                row[place] = 1.0
+                rows.append(row)
+                targets.append(one.own_ns(name) - _cost(calls, known))
+    if not rows:
+        return known.get("kernel", 0.0), {}
+    *rests, kernel_backward = least_squares(np.array(rows), np.array(targets)).tolist()
+    return kernel_backward, dict(zip(names, rests, strict=True))
+
+
+def _unexplained(one: Timed, nodes: Mapping[str, float], known: Mapping[str, float]) -> float:
+    """Returns the nanoseconds of a model's nodes, those with a cost, that their costs lack."""
+    return sum(
+        one.calls[key].count * (one.own_ns(key) - nodes[key] - _cost(one.calls[key], known))
+        for key in one.keys
+        if key in nodes
+    )
+
+
+def _per_record(
+    op: str, timed: Sequence[Timed], nodes: Mapping[str, float], known: Mapping[str, float]
+) -> float:
+    """Returns what a kind of record costs if it explains all that is unexplained."""
+    total, count = 0.0, 0
+    for one in timed:
+        number = sum(one.calls[key].records.get(op, 0) for key in one.keys if key in nodes)
+        if number:
+            total += _unexplained(one, nodes, known)
+            count += number
+    return max(total / count, 0.0) if count else 0.0
+
+
+def _delayed(
+    timed: Sequence[Timed], nodes: Mapping[str, float], known: Mapping[str, float]
+) -> dict[str, float]:
+    """Returns the cost of nodes of delayed weight gradients: all that these models take longer."""
+    rests: dict[str, list[float]] = defaultdict(list)
+    for one in timed:
+        new = [key for key in one.keys if key not in nodes]
+        number = sum(one.calls[key].count for key in new)
+        share = _unexplained(one, nodes, known) / number if number else 0.0
+        for key in new:
+            rests[key].append(one.own_ns(key) - _cost(one.calls[key], known) + share)
+    return {key: max(float(np.median(values)), 0.0) for key, values in rests.items()}
 
 
 def least_squares(matrix: np.ndarray, target: np.ndarray, rounds: int = 3000) -> np.ndarray:

@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from sim.timing.accuracy import SHARDING_CALLS, Factors
 from sim.timing.costfile import KERNEL_CLASSES
 from sim.timing.kernels import variant_of, work_of
 
@@ -150,6 +151,35 @@ def _set_contention(content: Content, pairs: Sequence[Mapping[str, Any]], source
             max(pair[f"{name}_beside_us"] / pair[f"{name}_us"], 1.0) for pair in beside
         )
         content["contention"][key] = _number(factor, source)
+
+
+# -- factors ----------------------------------------------------------------------------------
+
+
+def apply_factors(content: Content, factors: Factors) -> None:
+    """Changes a content by factors that were fitted to measured steps; each source says so."""
+    host = content["host"]
+    for name, leaf in host.items():
+        if "value" in leaf:
+            is_sharding = name in SHARDING_CALLS
+            _scale(leaf, factors.host * (factors.sharding if is_sharding else 1.0))
+    for section in ("nodes", "kernels"):
+        for leaf in host.get(section, {}).values():
+            _scale(leaf, factors.host)
+    efficiency = content["efficiency"]
+    for name, leaf in (*efficiency.items(), *efficiency.get("kernels", {}).items()):
+        if "values" in leaf:
+            _scale(leaf, factors.of(name))
+
+
+def _scale(leaf: Leaf, factor: float) -> None:
+    if factor == 1.0:
+        return
+    if "values" in leaf:
+        leaf["values"] = [_rounded(min(value * factor, 1.0)) for value in leaf["values"]]
+    else:
+        leaf["value"] = round(leaf["value"] * factor)
+    leaf["source"] += f"; times {factor:.3f}, fitted to measured steps"
 
 
 # -- writing ----------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from sim.timing.rewrite import Rewrite
 from sim.timing.variants import KNOBS, KnobError, Variant, parse_setting
 from sim.timing.whatif import Grid, judge, what_if
 
-CLUSTER = load_cluster("h200-x2")
+CLUSTER = load_cluster("h200")
 
 
 # -- knobs ------------------------------------------------------------------------------------

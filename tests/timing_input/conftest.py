@@ -98,7 +98,7 @@ def measurements(small: Scenario, published: Cluster) -> dict[str, Any]:
         for size in (4096, 2**20, 2**24, 2**28)
         for kind in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all_single")
     ]
-    variants = ("no_fsdp_plain", "mfsdp_combined")
+    variants = ("no_fsdp_plain", "no_fsdp_combined", "mfsdp_combined")
     return {
         "format": 1,
         "machine": {

@@ -71,6 +71,14 @@ def test_a_cost_file_needs_measurements(tmp_path: Path, capsys: pytest.CaptureFi
     assert "Expected measurements" in capsys.readouterr().err
 
 
+def test_factors_have_names_and_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A misspelt factor changes nothing silently."""
+    raw = tmp_path / "raw.json"
+    raw.write_text(json.dumps({"small": {}}))
+    assert main(["fit", str(raw), "--out", str(tmp_path / "x"), "--factors", "hots=2"]) == 2
+    assert "--factors" in capsys.readouterr().err
+
+
 def test_the_grid_covers_what_the_model_is_judged_on() -> None:
     """Hidden sizes, layers, sequences and microbatches from small to large."""
     from real.config import load_scenario

@@ -61,6 +61,28 @@ def test_host_costs_are_found_again(fitted: Cluster, measurements: dict[str, Any
         assert fitted.host_node[first] == pytest.approx(450e3, rel=0.1)
 
 
+def test_factors_in_a_file_are_those_in_a_model() -> None:
+    """The file that comes with the project holds the factors; a fit applies them in memory."""
+    import tomllib
+
+    from sim.commands.common import FIXTURES
+    from sim.timing.measured import apply_factors, to_toml
+
+    factors = Factors(host=1.1, sharding=0.9, matrix=0.8, memory=1.2)
+    path = FIXTURES / "costs" / "h200.toml"
+    content = tomllib.loads(path.read_text())
+    apply_factors(content, factors)
+    written = tomllib.loads(to_toml(content, "a machine"))
+    applied = factors.apply(load_cluster("h200"))
+    assert written["host"]["reduce"]["value"] == pytest.approx(applied.host["reduce"], rel=1e-3)
+    assert written["host"]["kernel"]["value"] == pytest.approx(applied.host["kernel"], rel=1e-3)
+    for kind in ("matrix", "copy"):
+        assert written["efficiency"][kind]["values"] == pytest.approx(
+            applied.efficiency[kind].values, rel=1e-3
+        )
+    assert "fitted" in written["host"]["kernel"]["source"]
+
+
 def test_least_squares_leaves_out_what_would_be_negative() -> None:
     """A cost below zero would make a longer trace faster."""
     import numpy as np

@@ -14,6 +14,8 @@ from real.gpu import host, kernels, profiles
 from real.gpu.host import Stopwatch, time_calls, time_collective_calls
 from real.gpu.links import time_collectives, time_contention
 from sim.commands.common import FIXTURES
+from sim.hollow.mode import HollowMode
+from sim.hollow.routing import Routing
 
 CPU = torch.device("cpu")
 CONFIG = FIXTURES / "configs" / "bench-b.toml"
@@ -82,8 +84,9 @@ def run_in_world(body: Callable[[], Any], num_ranks: int = 2) -> list[Any]:
             recorder = Recorder()
             with use_device(FakeDevice(rank, recorder)), recording(recorder):
                 init_process_group(rank, num_ranks)
-                initialize_parallel(scenario)
-                return body()
+                with HollowMode(Routing(), real_floats=0):  # nobody asks for values
+                    initialize_parallel(scenario)
+                    return body()
 
         scenario = load_scenario(CONFIG)
         return World(num_ranks, state=rank_state()).run(run)
@@ -121,9 +124,9 @@ def test_nodes_of_all_variants_are_timed(monkeypatch: pytest.MonkeyPatch) -> Non
     def body() -> Any:  # noqa: ANN401
         return host.time_nodes(
             {"small": scenario},
-            ("no_fsdp_combined", "mfsdp_plain", "mfsdp_combined_dw"),
+            ("mfsdp_plain", "mfsdp_combined_dw"),
             repeats=1,
-            warmup=1,
+            warmup=0,
             synchronize=lambda: None,
         )["small"]
 
@@ -134,7 +137,6 @@ def test_nodes_of_all_variants_are_timed(monkeypatch: pytest.MonkeyPatch) -> Non
     assert combined["mlp forward"]["count"] == combined["mlp wgrad"]["count"] == 4
     assert combined["reduce"]["count"] + combined["reduce last"]["count"] > 4
     assert {"unshard gathered", "reshard"} <= set(combined)
-    assert "unshard gathered" not in times["no_fsdp_combined"]["parts"]
     assert all(entry["step_us"] > 0 for entry in times.values())
 
 
@@ -184,10 +186,11 @@ def test_a_model_of_the_grid_is_timed_in_every_variant(monkeypatch: pytest.Monke
         monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 7)
         monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 12)
         variants = ("no_fsdp_plain", "mfsdp_combined_dw")
-        return bench._time_variants(scenario, variants, repeats=2, warmup=1)
+        return bench._time_variants(scenario, variants, repeats=1, warmup=0)
 
     for results in run_in_world(body):
         assert list(results) == ["no_fsdp_plain", "mfsdp_combined_dw"]
         for values in results.values():
             assert 0 < values["min_ms"] <= values["step_ms"] <= values["max_ms"]
             assert values["peak_bytes_above_rest"] == 5
+            assert values["peak_bytes_by_rank"] == [5, 5]
