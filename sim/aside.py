@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 
 def can_fork() -> bool:
     """Tells whether a second core is there and the platform can fork."""
@@ -106,6 +108,8 @@ def _run(
 ) -> None:
     for descriptor in not_ours:
         os.close(descriptor)
+    # A fork copies the calling thread alone: a pool of workers would be waited for without end.
+    torch.set_num_threads(1)
     threading.Thread(target=_exit_with_original, args=(lifeline,), daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C is for the original, which calls stop()
     answer: tuple[Exception | None, Any]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
@@ -143,7 +144,8 @@ def _in_parallel(
     global _grid
     _grid = grid
     try:
-        with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("fork")) as pool:
+        fork = multiprocessing.get_context("fork")
+        with ProcessPoolExecutor(jobs, mp_context=fork, initializer=_use_one_thread) as pool:
             futures: list[Future[dict[int, Mapping[str, Any]]]] = [
                 pool.submit(_time_in_child, [(i, variants[i]) for i in batch]) for batch in batches
             ]
@@ -324,3 +326,10 @@ def _band(row: Row) -> str:
 
 def _share(share: float | None) -> str:
     return "-" if share is None else f"{100 * share:.0f}%"
+
+
+def _use_one_thread() -> None:
+    """Keeps torch from waiting for a pool of workers that did not survive the fork."""
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(1)

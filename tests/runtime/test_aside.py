@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing.connection
 import os
 import signal
 
 import pytest
+import torch
 
 from sim.aside import Aside, can_fork
 from sim.world import WorldError
@@ -52,3 +54,16 @@ def test_copy_ends_with_the_original() -> None:
     aside._lifeline = None
     aside._process.join(10)
     assert aside._process.exitcode == 1
+
+
+def test_a_copy_needs_no_worker_of_the_original() -> None:
+    """Torch's pool does not survive a fork: whoever hands it work waits without end."""
+    value = torch.ones(512, 512, dtype=torch.bfloat16)
+
+    def product() -> float:
+        return float(torch.nn.functional.linear(value, value)[0, 0])
+
+    product()  # starts the pool
+    aside = Aside(product)
+    assert multiprocessing.connection.wait([aside], timeout=20)
+    assert aside.result() == 512.0
