@@ -36,6 +36,12 @@ def add(commands: Any) -> None:
         metavar="NAME=X,...",
         help="factors that `python -m sim accuracy --fit` found: host, sharding, matrix, memory",
     )
+    parser.add_argument(
+        "--step-error",
+        type=float,
+        metavar="X",
+        help="median error that `python -m sim accuracy` found, for the band of a step time",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -59,12 +65,17 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     quiet()
     from sim.timing.costfile import load_cluster
     from sim.timing.hostfit import host_costs
-    from sim.timing.measured import apply_factors, device_costs, to_toml
+    from sim.timing.measured import apply_factors, device_costs, source_of, to_toml
     from sim.timing.small import timed_models
 
     content = device_costs(measured, base)
     content = host_costs(measured, timed_models(measured, Scenario(**small)), content)
     apply_factors(content, factors)
+    if arguments.step_error is not None:
+        content["error"]["step"] = {
+            "value": arguments.step_error,
+            "source": f"{source_of(measured)}; median error on a measured grid",
+        }
     machine = measured["machine"]
     content["description"] = f"{machine['num_devices']} x {machine['device']}, measured"
     arguments.out.write_text(to_toml(content, content["description"]))
