@@ -186,7 +186,9 @@ def test_a_model_of_the_grid_is_timed_in_every_variant(monkeypatch: pytest.Monke
         monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 7)
         monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 12)
         variants = ("no_fsdp_plain", "mfsdp_combined_dw")
-        return bench._time_variants(scenario, variants, repeats=1, warmup=0)
+        return bench._time_variants(
+            scenario, variants, repeats=1, warmup=0, on_progress=lambda _: None
+        )
 
     for results in run_in_world(body):
         assert list(results) == ["no_fsdp_plain", "mfsdp_combined_dw"]
