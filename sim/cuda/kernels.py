@@ -117,6 +117,11 @@ class KernelRecorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
+        if args and is_on_host(args[0]):
+            result = func(*args, **kwargs) if kwargs else func(*args)
+            if isinstance(result, torch.Tensor):
+                mark_on_host(result)
+            return result
         signature = self._signatures.get(func)
         if signature is None:
             signature = self._signatures[func] = _read_signature(func)
@@ -196,6 +201,18 @@ class KernelRecorder(TorchDispatchMode):
             writes=list(write_ids),
             **fields,
         )
+
+
+def mark_on_host(tensor: torch.Tensor) -> None:
+    """Says that a tensor is in host memory on a GPU machine too, such as a host random state."""
+    tensor.untyped_storage().is_host = True  # type: ignore[attr-defined]
+
+
+def is_on_host(value: object) -> bool:
+    """Whether a value is a tensor in host memory: what is done with it launches no kernel."""
+    if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
+        return False
+    return getattr(value.untyped_storage(), "is_host", False)
 
 
 def _collect(value: Any, into: list[torch.Tensor]) -> None:

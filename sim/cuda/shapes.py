@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from sim.cuda.device import FakeDevice
 from sim.cuda.kernels import KernelRecorder
@@ -53,11 +52,6 @@ class ShapeRecorder(KernelRecorder):
     ) -> Any:
         if self._depth:
             return func(*args, **kwargs) if kwargs else func(*args)
-        if args and _is_on_host(args[0]):
-            result = func(*args, **kwargs) if kwargs else func(*args)
-            if isinstance(result, torch.Tensor):
-                result.untyped_storage().is_host = True  # type: ignore[attr-defined]
-            return result
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def begin(self) -> None:
@@ -75,13 +69,6 @@ class ShapeRecorder(KernelRecorder):
         )
         for name in launch.names or ("",):
             self._record(_signature(name), reads, updates, writes)
-
-
-def _is_on_host(value: object) -> bool:
-    """Whether a tensor is in host memory on a GPU machine too, such as a host random state."""
-    if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
-        return False
-    return getattr(value.untyped_storage(), "is_host", False)
 
 
 class Launch:
