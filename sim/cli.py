@@ -30,7 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = make_parser().parse_args(argv)
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        return COMMANDS[arguments.command].run(arguments, words)
+        status = COMMANDS[arguments.command].run(arguments, words)
+        sys.stdout.flush()  # what is still buffered must not meet a closed pipe after this
+        return status
     except (ScenarioError, TraceError) as error:
         return fail(str(error))
     except BrokenPipeError:
