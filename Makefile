@@ -4,6 +4,7 @@
 # WHEELHOUSE names a folder of wheels (`make wheelhouse` fills one): set-up then asks no network, and
 # installs what a GPU run needs too.
 # PYTHON names the interpreter to build .venv with; without it .ci/find-python chooses.
+# SYSTEM_PACKAGES=1 lets .venv use what that interpreter has, such as the torch of a container.
 
 SHELL := bash
 .DEFAULT_GOAL := help
@@ -21,10 +22,20 @@ NO_GPU = { echo "gpu-test: expected at least one CUDA GPU $(1), found none." >&2
 VENV_PYTHON := $(shell test -e $(STAMP) && test -x .venv/bin/python && cat .venv/.built-with 2>/dev/null)
 ifneq ($(VENV_PYTHON),$(or $(PYTHON),$(VENV_PYTHON),none))
 REBUILD := yes
+else ifneq ($(SYSTEM_PACKAGES),)
+REBUILD := $(if $(wildcard .venv/lib/python*/site-packages/system-packages.pth),,yes)
+endif
+ifeq ($(REBUILD),yes)
 .PHONY: $(STAMP)
 endif
 
-export GPUS NNODES WHEELHOUSE DRY_RUN
+# A path file and not --system-site-packages: an interpreter of a virtual environment has its own.
+define USE_SYSTEM_PACKAGES
+"$$python" -c 'import site; print(*site.getsitepackages(), sep="\n")' \
+	>"$$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/system-packages.pth"
+endef
+
+export GPUS NNODES WHEELHOUSE DRY_RUN SYSTEM_PACKAGES
 .PHONY: help setup sim-run sim-test gpu-test wheelhouse bench check lint types format clean
 
 ## help: print this list
@@ -80,8 +91,8 @@ clean:
 
 # A changed pyproject.toml updates .venv in place; anything else that is wrong with .venv builds it anew.
 $(STAMP): pyproject.toml
-ifdef REBUILD
-	@python=$$(.ci/find-python) && rm -rf .venv && "$$python" -m venv .venv && echo "$$python" >.venv/.built-with
+ifeq ($(REBUILD),yes)
+	@python=$$(.ci/find-python) && rm -rf .venv && "$$python" -m venv .venv && echo "$$python" >.venv/.built-with $(if $(SYSTEM_PACKAGES),&& $(USE_SYSTEM_PACKAGES))
 endif
 	@rm -f $@; echo "Setting up .venv ($$(cat .venv/.built-with)): some minutes when torch is new to it, about 5.5 GB with CUDA."
 	@.venv/bin/python -m pip install -qq --disable-pip-version-check $(INSTALL) && touch $@

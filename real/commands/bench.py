@@ -35,6 +35,13 @@ def add(commands: Any) -> None:
         help="time every scenario file of a folder, in the order of their names, and print one "
         f"JSON object a line (default folder: {GRID.name})",
     )
+    bench.add_argument(
+        "--rounds",
+        type=int,
+        default=1,
+        metavar="N",
+        help="with --grid: visits to each scenario, as a host's speed drifts (default: 1)",
+    )
     bench.add_argument("--out", type=Path, metavar="FILE", help="with --grid: also write there")
     add_watch(bench)
 
@@ -42,6 +49,9 @@ def add(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Times the variants; the first rank prints the medians."""
     names = arguments.variants.split(",")
+    for flag in ("repeats", "rounds"):
+        if getattr(arguments, flag) < 1:
+            return fail(f"Expected --{flag} of 1 or more, got {getattr(arguments, flag)}.")
     unknown = [name for name in names if name not in VARIANTS]
     if unknown:
         return fail(f"Expected variants among {', '.join(VARIANTS)}; got {unknown}.")
@@ -83,8 +93,7 @@ def _run_grid(arguments: argparse.Namespace, variants: list[str]) -> int:
     from real.gpu.bench import Results, run_grid
     from real.gpu.watchdog import watched
 
-    if arguments.out is not None and is_first_rank():
-        arguments.out.write_text("")
+    known: dict[str, str] = {}
 
     def report(name: str, results: Results) -> None:
         if not is_first_rank():
@@ -93,15 +102,20 @@ def _run_grid(arguments: argparse.Namespace, variants: list[str]) -> int:
             json.dumps({"config": name, "variant": variant, **values})
             for variant, values in results.items()
         ]
-        print("\n".join(lines), flush=True)
+        known[name] = "\n".join(lines) + "\n"
+        print(known[name], end="", flush=True)
         if arguments.out is not None:
-            with arguments.out.open("a") as file:
-                file.write("\n".join(lines) + "\n")
+            arguments.out.write_text("".join(known.values()))
 
     with watched(
         timeout_s=arguments.timeout, folder=arguments.report, has_records=False
     ) as progress:
         run_grid(
-            scenarios, variants, repeats=arguments.repeats, report=report, on_progress=progress
+            scenarios,
+            variants,
+            repeats=arguments.repeats,
+            rounds=arguments.rounds,
+            report=report,
+            on_progress=progress,
         )
     return 0

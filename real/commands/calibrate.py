@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from real.commands.common import add_scenario, is_first_rank, scenario_of
+from real.commands.common import add_scenario, add_watch, is_first_rank, scenario_of
 
 
 def add(commands: Any) -> None:
@@ -19,14 +19,17 @@ def add(commands: Any) -> None:
     )
     add_scenario(calibrate, "bench-b.toml")
     calibrate.add_argument("--out", type=Path, required=True, metavar="FILE", help="a JSON file")
+    add_watch(calibrate)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measures on all ranks; the first rank writes."""
     scenario = scenario_of(arguments)
     from real.gpu.calibrate import run_calibration
+    from real.gpu.watchdog import watched
 
     def report(part: str) -> None:
+        progress(f"what came before {part}")
         if is_first_rank() and not arguments.json:
             print(f"measuring: {part}", flush=True)
 
@@ -34,7 +37,11 @@ def run(arguments: argparse.Namespace) -> int:
         if is_first_rank():
             arguments.out.write_text(json.dumps(results, separators=(",", ":")) + "\n")
 
-    results = run_calibration(scenario, report=report, save=save)
+    # Without records: they would be part of what is timed.
+    with watched(
+        timeout_s=arguments.timeout, folder=arguments.report, has_records=False
+    ) as progress:
+        results = run_calibration(scenario, report=report, save=save)
     if is_first_rank():
         summary = {"out": str(arguments.out), "wall_s": results["wall_s"]}
         summary |= {"seconds": results["seconds"], "errors": results["errors"]}

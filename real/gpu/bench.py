@@ -53,27 +53,34 @@ def run_grid(
     *,
     repeats: int,
     report: Callable[[str, Results], None],
+    rounds: int = 1,
     warmup: int = 2,
     on_progress: Callable[[str], None] = lambda _: None,
 ) -> None:
     """Times the variants of several scenarios of equal parallel sizes, one scenario at a time.
 
+    A host's speed drifts over minutes, so several rounds tell more than as many steps in one.
+
     Args:
         scenarios: By name.
         variants: Names of `real.variants.VARIANTS`.
-        repeats: Timed steps of each variant.
-        report: Gets the results of each scenario as soon as they are there.
+        repeats: Timed steps of each variant in each round.
+        report: Gets the results of each scenario, of all rounds so far, as soon as they are there.
+        rounds: Visits to each scenario; its models are built anew each time.
         warmup: Steps before.
         on_progress: Called after each model is built and after each step, with what has ended.
     """
     with gpu_world(next(iter(scenarios.values()))):
-        for name, scenario in scenarios.items():
-            results = _time_variants(
-                scenario, variants, repeats=repeats, warmup=warmup, on_progress=on_progress
-            )
-            report(name, results)
-            gc.collect()
-            torch.cuda.empty_cache()
+        known: dict[str, Results] = {}
+        for _ in range(rounds):
+            for name, scenario in scenarios.items():
+                found = _time_variants(
+                    scenario, variants, repeats=repeats, warmup=warmup, on_progress=on_progress
+                )
+                known[name] = _merged(known[name], found) if name in known else found
+                report(name, known[name])
+                gc.collect()
+                torch.cuda.empty_cache()
 
 
 def _time_variants(
@@ -116,16 +123,30 @@ def _time_variants(
     torch.distributed.all_gather_object(by_rank, peaks)
     return {
         name: {
-            "step_ms": round(statistics.median(values), 2),
-            "min_ms": round(min(values), 2),
-            "max_ms": round(max(values), 2),
-            "all_ms": [round(value, 1) for value in values],
+            **_summary(values),
             "peak_bytes_above_rest": peaks[name],
             "peak_bytes_by_rank": [found[name] for found in by_rank],
             "rest_bytes": rest[name],
             "built_s": round(built_s, 1),
         }
         for name, values in times.items()
+    }
+
+
+def _summary(milliseconds: Sequence[float]) -> dict[str, Any]:
+    return {
+        "step_ms": round(statistics.median(milliseconds), 2),
+        "min_ms": round(min(milliseconds), 2),
+        "max_ms": round(max(milliseconds), 2),
+        "all_ms": [round(value, 2) for value in milliseconds],
+    }
+
+
+def _merged(first: Results, second: Results) -> Results:
+    """Returns the results of two rounds together; memory is that of the second."""
+    return {
+        name: {**found, **_summary([*first[name]["all_ms"], *found["all_ms"]])}
+        for name, found in second.items()
     }
 
 

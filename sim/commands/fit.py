@@ -63,13 +63,15 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     from sim.quiet import quiet
 
     quiet()
-    from sim.timing.costfile import load_cluster
+    from sim.timing.costfile import load_cluster, parse_cluster
     from sim.timing.hostfit import host_costs
     from sim.timing.measured import apply_factors, device_costs, source_of, to_toml
-    from sim.timing.small import timed_models
+    from sim.timing.reconcile import reconcile
+    from sim.timing.small import small_models
 
-    content = device_costs(measured, base)
-    content = host_costs(measured, timed_models(measured, Scenario(**small)), content)
+    found = small_models(measured, Scenario(**small))
+    content = host_costs(measured, found.timed, device_costs(measured, base))
+    reconcile(content, parse_cluster(content, arguments.out), found.models)
     apply_factors(content, factors)
     if arguments.step_error is not None:
         content["error"]["step"] = {

@@ -203,6 +203,19 @@ def load_cluster(name: str) -> Cluster:
         raise CostError(f"{path}: cannot read the cost file: {error.strerror}.") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise CostError(f"{path}: expected TOML, got: {error}.") from None
+    return parse_cluster(content, path)
+
+
+def parse_cluster(content: dict[str, Any], path: Path) -> Cluster:
+    """Takes the content of a cost file apart.
+
+    Args:
+        content: As `tomllib` reads it.
+        path: The file, which errors name.
+
+    Raises:
+        CostError: Something in it does not fit.
+    """
     return _Reader(path, content).cluster()
 
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from real.trace.recorder import Record
 from sim.timing.collectives import is_all_to_all
+from sim.timing.hostwork import HostWork
 from sim.timing.kernels import kernel_class
 from sim.timing.program import COLLECTIVE, KERNEL, RECORD
 from sim.timing.replay import Replay
@@ -25,7 +26,6 @@ _HOST_WORDS = {
     "unshard": "unshard",
     "reshard": "reshard",
     "reduce": "reduce",
-    "node": "schedule nodes",
     "hook": "hooks",
     "host_sync": "host waits",
     "allocate": "memory",
@@ -115,7 +115,7 @@ class _Path:
         self._labels: dict[int, dict[int, tuple[Record, str]]] = {}
         self._parts: dict[tuple[int, int], _Op] = {}
         self._is_indexed: set[int] = set()
-        self._segments: dict[int, list[list[Record]]] = {}
+        self._segments: dict[int, list[list[tuple[Record, HostWork]]]] = {}
 
     def walk(self) -> Iterator[Item]:
         """Yields the path backwards."""
@@ -240,10 +240,9 @@ class _Path:
     ) -> Iterator[Item]:
         """Yields a stretch of host work by what it did."""
         spent: Counter[str] = Counter()
-        for record in self._segment_records(rank, segment):
-            spent[_HOST_WORDS.get(record["op"], "events and marks")] += round(
-                self._replay.model.host_ns(record)
-            )
+        for record, work in self._segment_records(rank, segment):
+            spent[_HOST_WORDS.get(record["op"], "events and marks")] += round(work.own)
+            spent["schedule nodes"] += round(work.node)
             if record["seq"] == seq:
                 break
         number = self._program.ranks[rank].rank
@@ -258,12 +257,12 @@ class _Path:
                 rank=number, lane="host", what="launch latency", start=base, end=end, seq=None
             )
 
-    def _segment_records(self, rank: int, segment: int) -> list[Record]:
+    def _segment_records(self, rank: int, segment: int) -> list[tuple[Record, HostWork]]:
         if rank not in self._segments:
-            segments: list[list[Record]] = [[]]
-            program = self._program.ranks[rank]
-            for record in self._replay.records[rank]:
-                segments[-1].append(record)
+            segments: list[list[tuple[Record, HostWork]]] = [[]]
+            program, work = self._program.ranks[rank], self._replay.host_work[rank]
+            for record, spent in zip(self._replay.records[rank], work, strict=True):
+                segments[-1].append((record, spent))
                 while (
                     len(segments) < len(program.segments)
                     and program.segments[len(segments) - 1].seq == record["seq"]

@@ -135,7 +135,7 @@ def _num_bytes(shape: Shape) -> int:
 
 def _moved(shape: Shape) -> tuple[bool, int]:
     """Sorts floating-point tensors of one or more dimensions by size, and others after them."""
-    is_data = "float" in _spelled(shape[0]) and len(shape) > 2
+    is_data = "float" in _spelled(shape[0]) and len(shape) > 1
     return (not is_data, _num_bytes(shape))
 
 

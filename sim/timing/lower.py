@@ -15,6 +15,7 @@ from real.trace import Trace
 from real.trace.recorder import Record
 from sim.timing.collectives import Placement, is_all_to_all
 from sim.timing.costs import CostModel
+from sim.timing.hostwork import host_work
 from sim.timing.program import (
     COLLECTIVE,
     KERNEL,
@@ -204,8 +205,8 @@ class _RankLowering:
         for record in self._trace.records:
             if record["op"] in ("allocate", "resize"):
                 self._sizes.setdefault(record["storage"], record["bytes"])
-        for record in records:
-            self._host += self._model.host_ns(record)
+        for record, work in zip(records, host_work(records, self._model), strict=True):
+            self._host += work.own + work.node
             handler = _HANDLERS.get(record["op"])
             if handler is not None:
                 handler(self, record)

@@ -11,6 +11,7 @@ from real.trace import Trace
 from real.trace.recorder import Record
 from sim.timing.costs import CostModel
 from sim.timing.engine import Times, run_program
+from sim.timing.hostwork import HostWork, host_work
 from sim.timing.lower import AS_RECORDED, Conditions, Place, lower, step_records
 from sim.timing.program import COLLECTIVE, KERNEL
 
@@ -59,6 +60,11 @@ class Replay:
         """The step's records, by rank."""
         return [step_records(trace, self.step) for trace in self.traces]
 
+    @cached_property
+    def host_work(self) -> list[list[HostWork]]:
+        """What the host spends on each of these records, by rank."""
+        return [host_work(records, self.model) for records in self.records]
+
     def spans(self, rank: int) -> Iterator[Span]:
         """Yields the kernels and collectives of a rank, stream by stream."""
         program = self.times.program.ranks[rank]
@@ -74,8 +80,8 @@ class Replay:
         """Yields each record of a rank with the time at which the host was done with it."""
         program, times = self.times.program.ranks[rank], self.times.ranks[rank]
         segment, spent = 0, 0.0
-        for record in self.records[rank]:
-            spent += self.model.host_ns(record)
+        for record, work in zip(self.records[rank], self.host_work[rank], strict=True):
+            spent += work.own + work.node
             yield record, times.bases[segment] + int(spent)
             while (
                 segment + 1 < len(program.segments)

@@ -1,8 +1,9 @@
-"""Runs the small models of a calibration for shapes, to count the calls in their nodes."""
+"""Runs the small models of a calibration for shapes: which calls their nodes make, and when."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from sim.hollow.run import ShapesRun, run_for_shapes
 from sim.runner import open_sinks
 from sim.timing.hostfit import Timed, count_calls
 from sim.timing.lower import step_records
+from sim.timing.reconcile import SmallModel
 
 
 def traces_of(
@@ -45,20 +47,34 @@ def traces_of(
     ]
 
 
-def timed_models(measured: Mapping[str, Any], scenario: Scenario) -> list[Timed]:
-    """Returns every small model that was timed, with the calls in its nodes.
+@dataclass(frozen=True, kw_only=True)
+class Small:
+    """The small models of a calibration: what was timed in them, and traces of them.
+
+    Attributes:
+        timed: Their parts, with the calls inside.
+        models: Their whole steps.
+    """
+
+    timed: Sequence[Timed]
+    models: Sequence[SmallModel]
+
+
+def small_models(measured: Mapping[str, Any], scenario: Scenario) -> Small:
+    """Traces every small model that was timed.
 
     Args:
         measured: What `real calibrate` wrote.
         scenario: The small model of two layers.
     """
-    timed = []
+    timed, models = [], []
     for name, variants in measured["nodes"].items():
         layers = int(name.split()[0])
         for variant, times in variants.items():
             is_overlapped = vary(scenario, variant).overlap_moe_expert_parallel_comm
             is_sharded = not is_reference(variant)
-            traces = traces_of(scenario.changed(num_layers=layers), variant, marks_units=True)
+            small = scenario.changed(num_layers=layers)
+            marked = traces_of(small, variant, marks_units=True)
             timed.append(
                 Timed(
                     variant=variant,
@@ -68,7 +84,12 @@ def timed_models(measured: Mapping[str, Any], scenario: Scenario) -> list[Timed]
                         part_name(key, is_overlapped=is_overlapped, is_sharded=is_sharded): part
                         for key, part in times["parts"].items()
                     },
-                    calls=count_calls(step_records(traces[0])),
+                    calls=count_calls(step_records(marked[0])),
                 )
             )
-    return timed
+            # Half of the steps were timed with their parts and half without.
+            step_us = (times["step_us"] + times["step_with_parts_us"]) / 2
+            # Marks of units would count as nodes of the schedule.
+            traces = traces_of(small, variant) if is_sharded else marked
+            models.append(SmallModel(variant=variant, traces=traces, step_ns=1e3 * step_us))
+    return Small(timed=timed, models=models)

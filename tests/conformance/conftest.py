@@ -19,7 +19,7 @@ from real.trace import MemorySink, Trace, read_traces
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "fixtures" / "configs" / "conformance"
-LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 
 def launch(*words: object, timeout: float = 300) -> subprocess.CompletedProcess[str]:

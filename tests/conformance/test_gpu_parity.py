@@ -29,6 +29,7 @@ def test_twenty_steps_agree_with_the_reference_on_two_gpus(name: str) -> None:
         sys.executable,
         "-m",
         "torch.distributed.run",
+        "--standalone",
         "--nproc-per-node=2",
         "-m",
         "real",

@@ -11,7 +11,16 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SBATCH = ROOT / "real" / "cluster" / "gpu-test.sbatch"
 HAS_GPU = any(Path("/dev").glob("nvidia[0-9]*"))
-FORGOTTEN = ("CUDA_HOME", "GPUS", "MASTER_ADDR", "MASTER_PORT", "NNODES", "NODE_RANK", "WHEELHOUSE")
+FORGOTTEN = (
+    "CUDA_HOME",
+    "GPUS",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "NNODES",
+    "NODE_RANK",
+    "SYSTEM_PACKAGES",
+    "WHEELHOUSE",
+)
 
 
 def run(
@@ -63,7 +72,7 @@ def test_one_machine_runs_tests_and_all_commands_on_its_gpus() -> None:
     """No address is needed where there is one machine."""
     done = run(".ci/gpu-test", "-x", DRY_RUN="1", GPUS="4")
     first, *launched = commands_of(done.stdout)
-    assert first == ".venv/bin/python -m pytest -m gpu -x"
+    assert first == ".venv/bin/python -m pytest -m gpu -n 3 -x"
     torchrun = ".venv/bin/python -m torch.distributed.run --standalone --nproc-per-node=4 -m real "
     assert [line.removeprefix(torchrun).split()[0] for line in launched if torchrun in line] == [
         "parity",
@@ -154,6 +163,29 @@ def test_wheelhouse_builds_transformer_engine_against_the_torch_of_the_checkout(
     )
     assert f"download -d {house} --find-links {house} torch==" in download
     assert ".[dev,gpu]" in download
+
+
+def test_wheelhouse_on_system_packages_takes_only_what_is_missing(tmp_path: Path) -> None:
+    """A container has a torch of its own, and a built wheel is not built again."""
+    house = tmp_path / "house"
+    house.mkdir()
+    (house / "transformer_engine_torch-2.17.1-cp312-cp312-linux_x86_64.whl").touch()
+    done = run(".ci/wheelhouse", DRY_RUN="1", SYSTEM_PACKAGES="1", WHEELHOUSE=str(house))
+    assert (done.returncode, done.stderr) == (0, "")
+    report, download = commands_of(done.stdout)
+    interpreter = (ROOT / ".venv" / ".built-with").read_text().strip()
+    assert f"--python {interpreter} install --dry-run --find-links {house}" in report
+    assert f"download --no-deps -d {house}" in download
+
+
+def test_system_packages_are_seen_in_the_environment(tmp_path: Path) -> None:
+    """Those of the very interpreter that is named, be it one of a virtual environment."""
+    for name in ("Makefile", "pyproject.toml"):
+        (tmp_path / name).write_text((ROOT / name).read_text())
+    with_packages = run("make", "-n", "setup", SYSTEM_PACKAGES="1", cwd=tmp_path).stdout
+    assert "site.getsitepackages()" in with_packages
+    assert "/system-packages.pth" in with_packages
+    assert "system-packages" not in run("make", "-n", "setup", cwd=tmp_path).stdout
 
 
 def test_wheelhouse_without_a_compiler_is_one_line(tmp_path: Path) -> None:

@@ -196,3 +196,32 @@ def test_a_model_of_the_grid_is_timed_in_every_variant(monkeypatch: pytest.Monke
             assert 0 < values["min_ms"] <= values["step_ms"] <= values["max_ms"]
             assert values["peak_bytes_above_rest"] == 5
             assert values["peak_bytes_by_rank"] == [5, 5]
+
+
+def test_rounds_of_a_grid_are_put_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each report holds all rounds so far, and the median is over all of their steps."""
+    from contextlib import nullcontext
+
+    from real.gpu import bench
+
+    scenario = load_scenario(CONFIG)
+    found = iter((1.0, 10.0, 3.0, 30.0, 2.0, 20.0))
+
+    def one(*_: object, **__: object) -> bench.Results:
+        return {"mfsdp_plain": {**bench._summary([next(found)]), "rest_bytes": 7}}
+
+    monkeypatch.setattr(bench, "_time_variants", one)
+    monkeypatch.setattr(bench, "gpu_world", lambda _: nullcontext())
+    reports: list[tuple[str, Any]] = []
+    bench.run_grid(
+        {"a": scenario, "b": scenario},
+        ["mfsdp_plain"],
+        repeats=1,
+        rounds=3,
+        report=lambda name, results: reports.append((name, results["mfsdp_plain"])),
+    )
+    assert [name for name, _ in reports] == ["a", "b"] * 3
+    last = dict(reports)
+    assert last["a"]["all_ms"] == [1.0, 3.0, 2.0]
+    assert (last["a"]["step_ms"], last["b"]["step_ms"]) == (2.0, 20.0)
+    assert (last["a"]["min_ms"], last["a"]["max_ms"], last["a"]["rest_bytes"]) == (1.0, 3.0, 7)
