@@ -121,6 +121,8 @@ def _time_variants(
         gc.enable()
     by_rank: list[dict[str, int]] = [{}] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(by_rank, peaks)
+    for job in jobs.values():
+        job.release()
     return {
         name: {
             **_summary(values),

@@ -241,6 +241,8 @@ def time_nodes(
                     turns[key].add(plain, whole, watch.read())
     finally:
         gc.enable()
+    for job in jobs.values():
+        job.release()
     results: dict[str, dict[str, Any]] = {name: {} for name in scenarios}
     for (name, variant), found in turns.items():
         results[name][variant] = found.summary()

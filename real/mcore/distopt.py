@@ -19,7 +19,7 @@ from megatron.core.distributed import (
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
 from real.config import Scenario
-from real.mcore.jobs import Job, ReferenceJob
+from real.mcore.jobs import Job, ReferenceJob, empty_data_parallel
 from real.mcore.model import build_model, make_config, seed_all
 from real.mcore.training import run_step
 from real.reference import Reference, check_reference
@@ -70,6 +70,10 @@ class DistOptJob:
             [self.model],
             use_gloo_process_groups=False,
         )
+
+    def release(self) -> None:
+        """Empties weights and gradient buffers."""
+        empty_data_parallel(self.model)
 
     def forward_backward(self, step: int) -> float:
         """Runs one step's microbatches and returns the mean loss."""

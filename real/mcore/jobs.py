@@ -60,6 +60,10 @@ class Job(Protocol):
         """Returns the main weight of every trainable parameter, full size, float32, by name."""
         ...
 
+    def release(self) -> None:
+        """Gives back the memory that would stay when the job is dropped. Nothing may follow."""
+        ...
+
 
 class FsdpJob:
     """The model under MFSDP v2, with our hooks when the combined schedule is on.
@@ -120,6 +124,9 @@ class FsdpJob:
         """Gathers the main weights of every unit. Collective."""
         return internals.full_weights(self.model.module)
 
+    def release(self) -> None:
+        """Does nothing: model, weights and gradients go with the job."""
+
     def optimizer_step(self) -> None:
         """Updates the main weights, refreshes the model weights, clears the gradients."""
         _record_stream_use(OpKind.OPTIMIZER_STEP)
@@ -130,6 +137,18 @@ class FsdpJob:
 def _record_stream_use(op: OpKind, **fields: Any) -> None:
     stream = torch.cuda.current_stream().stream_id
     active_recorder().record(op, stream=stream, **fields)
+
+
+def empty_data_parallel(model: DistributedDataParallel) -> None:
+    """Empties the storages of a model under Megatron's data parallel.
+
+    Its hooks on gradient accumulators keep the model, and the garbage collector does not see them.
+    """
+    buffers = [*model.buffers, *model.expert_parallel_buffers]
+    tensors = [*model.parameters(), *(buffer.grad_data for buffer in buffers)]
+    tensors += [buffer.param_data for buffer in buffers if buffer.param_data is not None]
+    for tensor in tensors:
+        tensor.untyped_storage().resize_(0)
 
 
 class ReferenceJob:
@@ -198,6 +217,10 @@ class ReferenceJob:
     def weights(self) -> dict[str, torch.Tensor]:
         """Returns copies of the main weights."""
         return {name: weight.detach().clone() for name, weight in self._main_weights.items()}
+
+    def release(self) -> None:
+        """Empties weights and gradient buffers."""
+        empty_data_parallel(self.model)
 
     def optimizer_step(self) -> None:
         """Updates float32 main weights and rounds them into the model's."""

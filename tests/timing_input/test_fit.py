@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +15,9 @@ from sim.cli import main
 from sim.timing.accuracy import Factors, Measured, Prediction, fit, judge, predict
 from sim.timing.costfile import Cluster, load_cluster
 from sim.timing.costs import CostModel
+from sim.timing.fold import replay_folded
 from sim.timing.hostfit import least_squares
-from sim.timing.small import traces_of
+from sim.timing.small import small_models, traces_of
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +62,28 @@ def test_host_costs_are_found_again(fitted: Cluster, measurements: dict[str, Any
     assert fitted.host_node["mlp backward"] == pytest.approx(50e3, rel=0.2)
     for first in ("pre_process forward", "model backward"):
         assert fitted.host_node[first] == pytest.approx(450e3, rel=0.1)
+
+
+@pytest.mark.slow
+def test_whole_steps_of_small_models_come_out_as_measured(
+    measurements: dict[str, Any], tmp_path: Path
+) -> None:
+    """Nodes that were timed too short, by a watch that was started late, are scaled up."""
+    late = copy.deepcopy(measurements)
+    for variants in late["nodes"].values():
+        for part in variants["no_fsdp_combined"]["parts"].values():
+            part["own_us"] *= 0.8
+    (tmp_path / "raw.json").write_text(json.dumps(late))
+    out = tmp_path / "costs.toml"
+    assert main(["fit", str(tmp_path / "raw.json"), "--out", str(out)]) == 0
+    costs = CostModel(load_cluster(str(out)))
+    found = small_models(late, Scenario(**late["small"]))
+    variants = ["no_fsdp_plain", "no_fsdp_combined", "mfsdp_combined"]
+    assert sorted({model.variant for model in found.models}) == sorted(variants)
+    for model in found.models:
+        step_ns = replay_folded(model.traces, costs).replay.step_ns
+        assert step_ns == pytest.approx(model.step_ns, rel=0.02), model.variant
+    assert "for whole steps of small models" in out.read_text()
 
 
 def test_factors_in_a_file_are_those_in_a_model() -> None:

@@ -198,6 +198,34 @@ def test_a_model_of_the_grid_is_timed_in_every_variant(monkeypatch: pytest.Monke
             assert values["peak_bytes_by_rank"] == [5, 5]
 
 
+@pytest.mark.usefixtures("stand_in")
+@pytest.mark.parametrize("variant", ["no_fsdp_combined", "mfsdp_combined"])
+def test_a_job_that_is_dropped_leaves_no_memory(variant: str) -> None:
+    """Or the models of a grid fill the GPU: with data parallel all of them stayed."""
+    import gc
+    import weakref
+
+    from real.gpu.jobs import make_job
+
+    changes: dict[str, Any] = {
+        **host.SMALL, "num_layers": 1, "num_microbatches": 2, "hidden_size": 32, "seq_length": 32
+    }  # fmt: skip
+    scenario = load_scenario(CONFIG).changed(**changes)
+
+    def body() -> int:
+        job: Any = make_job(scenario, variant)
+        job.forward_backward(0)
+        job.clear_gradients()
+        kept = [weakref.ref(weight) for weight in job.model.module.parameters()]
+        job.release()
+        del job
+        gc.collect()
+        left = [weight for weight in (weak() for weak in kept) if weight is not None]
+        return sum(weight.untyped_storage().nbytes() for weight in left)
+
+    assert run_in_world(body) == [0, 0]
+
+
 def test_rounds_of_a_grid_are_put_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each report holds all rounds so far, and the median is over all of their steps."""
     from contextlib import nullcontext
