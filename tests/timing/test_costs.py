@@ -63,6 +63,12 @@ def test_a_lookup_moves_what_it_takes_and_not_the_whole_table() -> None:
     assert work_of("embedding", shapes).num_bytes == 2 * 16 * 64 * 2
 
 
+def test_a_lookup_of_single_elements_moves_single_elements() -> None:
+    """One logit of each row: the table has 32,768 of them in each."""
+    shapes = [["f32", 8192, 32768], ["i64", 8192], ["i64", 8192], ["f32", 8192]]
+    assert work_of("index", shapes).num_bytes == 2 * 8192 * 4
+
+
 def test_the_slower_of_memory_and_arithmetic_decides() -> None:
     model = CostModel(IDEAL)
     side = 8192

@@ -52,6 +52,40 @@ def test_nodes_and_kernels_may_have_costs_of_their_own() -> None:
     assert spans(run(story, model=model))[0][0] == 15
 
 
+def test_a_node_is_paid_for_between_its_launches_and_after_the_last() -> None:
+    """The device gets its work bit by bit; what is in an inner node is not the outer one's."""
+    story = Rank()
+    story.step()
+    story.node("outer", "forward")
+    story.kernel()
+    story.node("inner", "forward")
+    story.kernel()
+    story.node_end("inner", "forward")
+    story.kernel()
+    story.node_end("outer", "forward")
+    story.kernel()
+    story.done()
+    slow = KERNEL_NS * 10.0
+    costs = {"outer forward": 3 * slow, "inner forward": 2 * slow}
+    found = run(story, model=CostModel(FREE.changed(host_node=costs)))
+    starts = [start / slow for start, _, _ in spans(found)]
+    assert starts == pytest.approx([1, 2, 4, 5])
+    assert [work.own + work.node for work in found.host_work[0]] == pytest.approx(
+        [0, slow, 0, slow, slow, slow, slow, 0]
+    )
+
+
+def test_a_node_without_launches_is_paid_for_at_its_end() -> None:
+    story = Rank()
+    story.step()
+    story.node("mlp", "forward")
+    story.node_end("mlp", "forward")
+    story.kernel()
+    story.done()
+    found = run(story, model=CostModel(FREE.changed(host_node={"mlp forward": 11.0})))
+    assert spans(found)[0][0] == 11
+
+
 def test_a_kernel_of_a_backward_has_its_own_launch_cost() -> None:
     story = Rank()
     story.step()
