@@ -75,6 +75,8 @@ def run(arguments: argparse.Namespace) -> int:
             for name, values in results.items():
                 peak = values["peak_bytes_above_rest"] / 2**30
                 print(f"{name:>20}  {values['step_ms']:>9.2f} ms  {peak:>7.2f} GiB above rest")
+                for call, cost in values["host"].items():
+                    print(f"{'':>20}  {cost['count']:>9} x {call}, {cost['own_us']} us of the host")
     return 0
 
 

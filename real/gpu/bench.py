@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from real.config import Scenario
-from real.gpu.host import rotated
+from real.gpu.host import rotated, time_hooks_and_units
 from real.gpu.jobs import make_job
 from real.gpu.world import gpu_world
 
@@ -29,7 +29,7 @@ def run_bench(
     warmup: int = 2,
     on_progress: Callable[[str], None] = lambda _: None,
 ) -> Results:
-    """Times variants by turns and returns milliseconds and bytes by variant.
+    """Times variants by turns and returns milliseconds, bytes and host costs by variant.
 
     All variants are built first and stay in memory, so that each repeat compares like with like;
     the peak memory of each is that of its own steps, with the others' weights taken off.
@@ -117,6 +117,7 @@ def _time_variants(
                 if repeat >= warmup:
                     times[name].append(elapsed)
                     peaks[name] = peak
+        host = {name: _host_costs(job, warmup + repeats) for name, job in jobs.items()}
     finally:
         gc.enable()
     by_rank: list[dict[str, int]] = [{}] * torch.distributed.get_world_size()
@@ -129,10 +130,19 @@ def _time_variants(
             "peak_bytes_above_rest": peaks[name],
             "peak_bytes_by_rank": [found[name] for found in by_rank],
             "rest_bytes": rest[name],
+            "host": host[name],
             "built_s": round(built_s, 1),
         }
         for name, values in times.items()
     }
+
+
+def _host_costs(job: Job, step: int) -> dict[str, dict[str, float]]:
+    """Returns what our hooks and MFSDP's units cost the host in one more step."""
+    found = time_hooks_and_units(lambda: job.forward_backward(step))
+    torch.cuda.synchronize()
+    job.clear_gradients()
+    return found
 
 
 def _summary(milliseconds: Sequence[float]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from real.config import Scenario
 from real.gpu.jobs import make_job
 from real.gpu.measure import host_us, wait
+from real.hooks.weak import WeakHook
 from real.variants import MAIN_VARIANTS
 
 SMALL: Final[dict[str, object]] = {
@@ -194,6 +195,57 @@ def _watched(job: Any, watch: Stopwatch) -> Iterator[None]:
         stack.enter_context(internals.watched_finalize(job.model.config, begin, end))
         stack.enter_context(internals.watched_units(begin, end))
         yield
+
+
+def _hook_types(base: type[Any]) -> Iterator[type[Any]]:
+    """Yields every kind of hook that can be called."""
+    if "__call__" in base.__dict__:
+        yield base
+    for kind in base.__subclasses__():
+        yield from _hook_types(kind)
+
+
+@contextmanager
+def _watched_hooks(watch: Stopwatch) -> Iterator[None]:
+    """Times every call of one of our hooks, as "hook"."""
+
+    def timed(call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            watch.begin("hook")
+            try:
+                return call(*args, **kwargs)
+            finally:
+                watch.end()
+
+        return run
+
+    with ExitStack() as stack:
+        for kind in [*_hook_types(WeakHook)]:
+            original = vars(kind)["__call__"]
+            stack.callback(type.__setattr__, kind, "__call__", original)
+            type.__setattr__(kind, "__call__", timed(original))
+        yield
+
+
+def time_hooks_and_units(step: Callable[[], object]) -> dict[str, dict[str, float]]:
+    """Returns how often a step calls our hooks and MFSDP's work on units, and for how long each.
+
+    Keys are "hook", "unshard gathered", "unshard noop", "reshard", "reduce" and "reduce last", as
+    far as they occur; values are `count` and `own_us`, what is timed inside left out.
+    """
+    from real.mcore import internals
+
+    watch = Stopwatch()
+
+    def begin(name: str, kind: str, _: str = "") -> None:
+        watch.begin(f"{name} {kind}".strip())
+
+    with _watched_hooks(watch), internals.watched_units(begin, lambda *_: watch.end()):
+        step()
+    return {
+        key: {"count": count, "own_us": round(own / count, 2)}
+        for key, (count, own, _) in sorted(watch.read().items())
+    }
 
 
 def time_nodes(

@@ -190,12 +190,45 @@ def test_a_model_of_the_grid_is_timed_in_every_variant(monkeypatch: pytest.Monke
             scenario, variants, repeats=1, warmup=0, on_progress=lambda _: None
         )
 
+    # Here all ranks share what is watched; the test after this one has one rank watch.
+    monkeypatch.setattr(bench, "_host_costs", lambda job, step: {})
     for results in run_in_world(body):
         assert list(results) == ["no_fsdp_plain", "mfsdp_combined_dw"]
         for values in results.values():
             assert 0 < values["min_ms"] <= values["step_ms"] <= values["max_ms"]
             assert values["peak_bytes_above_rest"] == 5
             assert values["peak_bytes_by_rank"] == [5, 5]
+
+
+@pytest.mark.slow
+def test_hooks_and_units_are_counted_and_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As often as the trace of the step has them, and the hooks are themselves again after."""
+    from real.gpu.jobs import make_job
+    from real.hooks.weak import WeakHook
+
+    changes: dict[str, Any] = {
+        **host.SMALL, "num_layers": 1, "num_microbatches": 2, "hidden_size": 32, "seq_length": 32
+    }  # fmt: skip
+    scenario = load_scenario(CONFIG).changed(**changes)
+    calls = {kind: kind.__dict__["__call__"] for kind in host._hook_types(WeakHook)}
+    assert len(calls) > 4
+
+    def body() -> Any:  # noqa: ANN401
+        job = make_job(scenario, "mfsdp_combined")
+        job.forward_backward(0)
+        job.clear_gradients()
+        if current_rank():
+            return job.forward_backward(1)
+        return host.time_hooks_and_units(lambda: job.forward_backward(1))
+
+    monkeypatch.setattr(host, "Stopwatch", FirstRanksStopwatch)
+    found = run_in_world(body)[0]
+    units = 3  # root, layer, experts
+    assert found["reduce"]["count"] == found["reduce last"]["count"] == units
+    assert found["reshard"]["count"] == found["unshard gathered"]["count"]
+    assert found["hook"]["count"] > 20
+    assert all(cost["own_us"] > 0 for cost in found.values())
+    assert {kind: kind.__dict__["__call__"] for kind in calls} == calls
 
 
 @pytest.mark.usefixtures("stand_in")
