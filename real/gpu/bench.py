@@ -126,6 +126,7 @@ def _time_variants(
         job.release()
     return {
         name: {
+            "world_size": len(by_rank),
             **_summary(values),
             "peak_bytes_above_rest": peaks[name],
             "peak_bytes_by_rank": [found[name] for found in by_rank],

@@ -105,6 +105,7 @@ def _read(path: Path) -> list[Measured]:
             variant=entry["variant"],
             step_ms=entry["step_ms"],
             peak_bytes=_peak(entry),
+            world_size=entry.get("world_size"),
         )
         for entry in entries
     ]
@@ -139,8 +140,11 @@ class _Traces:
         from sim.timing.small import traces_of
 
         self._progress(f"shapes: {measured.name}")
-        folder = None if self._folder is None else self._folder / measured.name.replace(":", "-")
+        scenario = load_scenario(self._grid / f"{measured.config}.toml")
+        if measured.world_size is not None:
+            scenario = scenario.changed(world_size=measured.world_size)
+        name = f"{measured.name.replace(':', '-')}-{scenario.world_size}"
+        folder = None if self._folder is None else self._folder / name
         if folder is not None and folder.exists():
             return read_traces(folder)
-        scenario = load_scenario(self._grid / f"{measured.config}.toml")
         return traces_of(scenario, measured.variant, folder=folder)

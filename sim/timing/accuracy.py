@@ -38,12 +38,14 @@ class Measured:
         variant: Name of the variant.
         step_ms: Median step time.
         peak_bytes: Most memory during a step, above what the idle job holds.
+        world_size: Number of ranks; None for that of the model's file.
     """
 
     config: str
     variant: str
     step_ms: float
     peak_bytes: int
+    world_size: int | None = None
 
     @property
     def name(self) -> str:

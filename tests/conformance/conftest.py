@@ -19,13 +19,15 @@ from real.trace import MemorySink, Trace, read_traces
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "fixtures" / "configs" / "conformance"
-LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 
 
-def launch(*words: object, timeout: float = 300) -> subprocess.CompletedProcess[str]:
-    """Runs a program on two GPUs, one process each, from the root of the repository."""
+def launch(
+    *words: object, num_ranks: int = 2, timeout: float = 300
+) -> subprocess.CompletedProcess[str]:
+    """Runs a program on GPUs, one process each, from the root of the repository."""
     return subprocess.run(
-        [*LAUNCH, *map(str, words)],
+        [*LAUNCH, f"--nproc-per-node={num_ranks}", *map(str, words)],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,

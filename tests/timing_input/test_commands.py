@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,25 @@ def test_a_verdict_needs_a_measured_grid(
     other.write_text(json.dumps(line) + "\n")
     assert main(["accuracy", str(other), "--fit", "a:c"]) == 2
     assert "a:c" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_grid_of_more_ranks_is_predicted_with_as_many(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A line of the bench says on how many ranks it was measured; the model's file says two."""
+    grid, traces, measured = tmp_path / "grid", tmp_path / "traces", tmp_path / "grid.jsonl"
+    grid.mkdir()
+    shutil.copy(FIXTURES / "configs" / "conformance" / "combined-1.toml", grid / "tiny.toml")
+    line = {"config": "tiny", "variant": "mfsdp_combined", "step_ms": 9.0, "world_size": 4}
+    line["peak_bytes_by_rank"] = [1000, 3000]
+    measured.write_text(json.dumps(line) + "\n")
+    flags = ["--grid", str(grid), "--traces", str(traces), "--json"]
+    assert main(["accuracy", str(measured), *flags]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["configurations"]
+    assert found["peak_bytes"] == 2000
+    assert found["predicted_ms"] > 0
+    assert len(read_traces(traces / "tiny-mfsdp_combined-4")) == 4
 
 
 def test_a_cost_file_needs_measurements(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
