@@ -4,14 +4,17 @@
 # WHEELHOUSE names a folder of wheels (`make wheelhouse` fills one): set-up then asks no network, and
 # installs what a GPU run needs too.
 # PYTHON names the interpreter to build .venv with; without it .ci/find-python chooses.
-# SYSTEM_PACKAGES=1 lets .venv use what that interpreter has, such as the torch of a container.
+# SYSTEM_PACKAGES=1 lets .venv use what that interpreter has, such as the torch of a container. A .venv
+# that was built so stays so.
 
 SHELL := bash
 .DEFAULT_GOAL := help
 
 # The last file that setting up writes, so a set-up that stopped half way starts over.
 STAMP := .venv/.installed
-INSTALL = $(if $(WHEELHOUSE),$(FROM_WHEELS),-e '.[dev]')
+INSTALL = $(if $(USES_WHEELS),$(FROM_WHEELS),-e '.[dev]')
+# `make wheelhouse` fills the folder that WHEELHOUSE names.
+USES_WHEELS = $(and $(WHEELHOUSE),$(filter-out wheelhouse,$(or $(MAKECMDGOALS),setup)))
 # Without isolation: what builds the project itself comes from the same folder.
 FROM_WHEELS = --no-index --find-links $(WHEELHOUSE) 'setuptools>=77' wheel && \
 	.venv/bin/python -m pip install -qq --disable-pip-version-check --no-index \
@@ -24,6 +27,7 @@ ifneq ($(VENV_PYTHON),$(or $(PYTHON),$(VENV_PYTHON),none))
 REBUILD := yes
 else ifneq ($(SYSTEM_PACKAGES),)
 REBUILD := $(if $(wildcard .venv/lib/python*/site-packages/system-packages.pth),,yes)
+PYTHON := $(or $(PYTHON),$(VENV_PYTHON))
 endif
 ifeq ($(REBUILD),yes)
 .PHONY: $(STAMP)
@@ -92,7 +96,7 @@ clean:
 # A changed pyproject.toml updates .venv in place; anything else that is wrong with .venv builds it anew.
 $(STAMP): pyproject.toml
 ifeq ($(REBUILD),yes)
-	@python=$$(.ci/find-python) && rm -rf .venv && "$$python" -m venv .venv && echo "$$python" >.venv/.built-with $(if $(SYSTEM_PACKAGES),&& $(USE_SYSTEM_PACKAGES))
+	@python=$$(PYTHON="$(PYTHON)" .ci/find-python) && rm -rf .venv && "$$python" -m venv .venv && echo "$$python" >.venv/.built-with $(if $(SYSTEM_PACKAGES),&& $(USE_SYSTEM_PACKAGES))
 endif
 	@rm -f $@; echo "Setting up .venv ($$(cat .venv/.built-with)): some minutes when torch is new to it, about 5.5 GB with CUDA."
 	@.venv/bin/python -m pip install -qq --disable-pip-version-check $(INSTALL) && touch $@

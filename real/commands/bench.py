@@ -57,8 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
         return fail(f"Expected variants among {', '.join(VARIANTS)}; got {unknown}.")
     if arguments.grid is not None:
         return _run_grid(arguments, names)
-    if arguments.out is not None:
-        return fail("Expected --out with --grid only.")
+    if arguments.out is not None or arguments.rounds != 1:
+        return fail("Expected --out and --rounds with --grid only.")
     scenario = scenario_of(arguments)
     from real.gpu.bench import run_bench
     from real.gpu.watchdog import watched
@@ -95,7 +95,13 @@ def _run_grid(arguments: argparse.Namespace, variants: list[str]) -> int:
     from real.gpu.bench import Results, run_grid
     from real.gpu.watchdog import watched
 
+    if arguments.out is not None and is_first_rank():
+        try:
+            arguments.out.write_text("")
+        except OSError as error:
+            return fail(f"{arguments.out}: cannot write there: {error.strerror}.")
     known: dict[str, str] = {}
+    visits = dict.fromkeys(scenarios, 0)
 
     def report(name: str, results: Results) -> None:
         if not is_first_rank():
@@ -105,7 +111,9 @@ def _run_grid(arguments: argparse.Namespace, variants: list[str]) -> int:
             for variant, values in results.items()
         ]
         known[name] = "\n".join(lines) + "\n"
-        print(known[name], end="", flush=True)
+        visits[name] += 1
+        if visits[name] == arguments.rounds:
+            print(known[name], end="", flush=True)
         if arguments.out is not None:
             arguments.out.write_text("".join(known.values()))
 

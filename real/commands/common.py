@@ -44,8 +44,8 @@ def add_watch(command: argparse.ArgumentParser) -> None:
         type=float,
         default=DEFAULT_TIMEOUT_S,
         metavar="SECONDS",
-        help="without the end of a step for so long, a rank writes where it stands and ends the "
-        "job (default: %(default)g; 0: wait for ever)",
+        help="without the end of a step (calibrate: a part) for so long, a rank writes where it "
+        "stands and ends the job (default: %(default)g; 0: wait for ever)",
     )
     command.add_argument(
         "--report",

@@ -207,7 +207,7 @@ def _hook_types(base: type[Any]) -> Iterator[type[Any]]:
 
 @contextmanager
 def _watched_hooks(watch: Stopwatch) -> Iterator[None]:
-    """Times every call of one of our hooks, as "hook"."""
+    """Times every call of a hook of ours that torch or Transformer Engine calls, as "hook"."""
 
     def timed(call: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -229,6 +229,9 @@ def _watched_hooks(watch: Stopwatch) -> Iterator[None]:
 
 def time_hooks_and_units(step: Callable[[], object]) -> dict[str, dict[str, float]]:
     """Returns how often a step calls our hooks and MFSDP's work on units, and for how long each.
+
+    Hooks are those that torch or Transformer Engine calls. What the schedule calls, as the end of a
+    backward, is not among them; what arms a hook for the backward is, though no trace has it.
 
     Keys are "hook", "unshard gathered", "unshard noop", "reshard", "reduce" and "reduce last", as
     far as they occur; values are `count` and `own_us`, what is timed inside left out.

@@ -124,15 +124,16 @@ class _Traces:
         self._grid = grid
         self._folder = folder
         self._progress = progress
-        self._known: dict[str, list[Trace]] = {}
+        self._known: dict[tuple[object, str], list[Trace]] = {}
 
     def of(self, measured: Measured) -> list[Trace]:
         """Returns the traces of a configuration."""
-        known = self._known.get(measured.name)
+        key = (measured.model, measured.variant)
+        known = self._known.get(key)
         if known is None:
             known = self._make(measured)
             if len(self._known) < MOST_FITTED:
-                self._known[measured.name] = known
+                self._known[key] = known
         return known
 
     def _make(self, measured: Measured) -> list[Trace]:

@@ -52,6 +52,11 @@ class Measured:
         """Model and variant."""
         return f"{self.config}:{self.variant}"
 
+    @property
+    def model(self) -> tuple[str, int | None]:
+        """What its variants have in common."""
+        return (self.config, self.world_size)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
@@ -226,18 +231,18 @@ def judge(predictions: Sequence[Prediction]) -> Verdict:
     """Sums predictions up."""
     fresh = [one for one in predictions if not one.is_fitted]
     errors = [abs(one.error) for one in fresh]
-    by_name = {(one.measured.config, one.measured.variant): one for one in predictions}
+    by_name = {(one.measured.model, one.measured.variant): one for one in predictions}
     num_pairs, wrong = 0, []
-    for config in dict.fromkeys(one.measured.config for one in predictions):
+    for model in dict.fromkeys(one.measured.model for one in predictions):
         for first, second in PAIRS:
-            if (config, first) not in by_name or (config, second) not in by_name:
+            if (model, first) not in by_name or (model, second) not in by_name:
                 continue
-            left, right = by_name[config, first], by_name[config, second]
+            left, right = by_name[model, first], by_name[model, second]
             measured = right.measured.step_ms / left.measured.step_ms - 1.0
             if abs(measured) > DIFFERENCE:
                 num_pairs += 1
                 if (right.step_ms > left.step_ms) != (measured > 0):
-                    wrong.append(f"{config}: {first} against {second}")
+                    wrong.append(f"{model[0]}: {first} against {second}")
     return Verdict(
         median_error=statistics.median(errors),
         worst_error=max(errors),

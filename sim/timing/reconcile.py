@@ -1,7 +1,7 @@
 """Makes the small models of a calibration come out as long as they were measured.
 
 Costs of single calls and nodes, each found by itself, do not add up to a step: a node is slower in
-one model than in another, and a stall of one rank shows in whichever node waits for it. So each
+one model than in another, and a rank that is late shows in whichever node waits for it. So each
 group of costs that a variant adds gets one factor, with which a replay of that variant takes as
 long as the variant did. Costs keep their relations inside a group.
 """
@@ -57,9 +57,13 @@ class _Group:
         """Returns the cluster with this group's costs scaled."""
         return replace(
             cluster,
-            host={k: v * factor if k in self.calls else v for k, v in cluster.host.items()},
+            host={
+                name: cost * factor if name in self.calls else cost
+                for name, cost in cluster.host.items()
+            },
             host_node={
-                k: v * factor if self.has_node(k) else v for k, v in cluster.host_node.items()
+                node: cost * factor if self.has_node(node) else cost
+                for node, cost in cluster.host_node.items()
             },
         )
 
@@ -85,13 +89,16 @@ def reconcile(content: Content, cluster: Cluster, models: Sequence[SmallModel]) 
     Args:
         content: A cost file's content; changed.
         cluster: What it holds.
-        models: What was timed; groups of variants that are missing stay as they are.
+        models: What was timed; groups of variants that are missing stay as they are, and so do
+            those that no factor between a quarter and four brings there.
     """
     for group in _GROUPS:
         shown = [model for model in models if model.variant == group.variant]
         if not shown:
             continue
         factor = _factor(group, cluster, shown)
+        if factor is None:
+            continue
         cluster = group.scale(cluster, factor)
         for leaf in _leaves(group, content["host"]):
             leaf["value"] = round(leaf["value"] * factor)
@@ -104,7 +111,7 @@ def _leaves(group: _Group, host: Content) -> Iterator[dict[str, Any]]:
     yield from (leaf for node, leaf in nodes.items() if group.has_node(node))
 
 
-def _factor(group: _Group, cluster: Cluster, models: Sequence[SmallModel]) -> float:
+def _factor(group: _Group, cluster: Cluster, models: Sequence[SmallModel]) -> float | None:
     """Returns the factor with which steps are as long as measured, in their geometric mean."""
 
     def is_too_long(factor: float) -> bool:
@@ -115,6 +122,8 @@ def _factor(group: _Group, cluster: Cluster, models: Sequence[SmallModel]) -> fl
         return sum(map(math.log, ratios)) > 0
 
     low, high = _LIMITS
+    if is_too_long(low) or not is_too_long(high):
+        return None
     for _ in range(_HALVINGS):
         middle = math.sqrt(low * high)
         if is_too_long(middle):

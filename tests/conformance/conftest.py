@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -25,16 +26,21 @@ LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 def launch(
     *words: object, num_ranks: int = 2, timeout: float = 300
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a program on GPUs, one process each, from the root of the repository."""
-    return subprocess.run(
-        [*LAUNCH, f"--nproc-per-node={num_ranks}", *map(str, words)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
+    """Runs a program on GPUs, one process each, from the root of the repository.
+
+    Several may run at once, so each has a folder of its own for reports of its watchdog.
+    """
+    with tempfile.TemporaryDirectory(prefix="standing-") as report:
+        command = [*LAUNCH, f"--nproc-per-node={num_ranks}", *map(str, words), "--report", report]
+        return subprocess.run(
+            command,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
 
 
 @pytest.fixture(scope="session")

@@ -23,7 +23,7 @@ RUNS = {
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", RUNS)
-def test_twenty_steps_agree_with_the_reference_on_two_gpus(name: str) -> None:
+def test_twenty_steps_agree_with_the_reference_on_two_gpus(name: str, tmp_path: Path) -> None:
     """Equal first losses, gradients and weights on NCCL are what the simulation promises."""
     command = [
         sys.executable,
@@ -36,6 +36,7 @@ def test_twenty_steps_agree_with_the_reference_on_two_gpus(name: str) -> None:
         "parity",
         "--num-microbatches=4",
         "--json",
+        f"--report={tmp_path}",
         *RUNS[name],
     ]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -173,7 +174,9 @@ def test_wheelhouse_on_system_packages_takes_only_what_is_missing(tmp_path: Path
     done = run(".ci/wheelhouse", DRY_RUN="1", SYSTEM_PACKAGES="1", WHEELHOUSE=str(house))
     assert (done.returncode, done.stderr) == (0, "")
     report, download = commands_of(done.stdout)
-    interpreter = (ROOT / ".venv" / ".built-with").read_text().strip()
+    assert f"Taking {house}/transformer_engine_torch-2.17.1" in done.stdout
+    interpreter = shutil.which((ROOT / ".venv" / ".built-with").read_text().strip())
+    assert interpreter is not None
     assert f"--python {interpreter} install --dry-run --find-links {house}" in report
     assert f"download --no-deps -d {house}" in download
 

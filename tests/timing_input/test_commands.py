@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from real.cli import main as real_main
 from real.trace import read_traces
 from sim.cli import main
 from sim.commands.common import FIXTURES
@@ -81,6 +82,22 @@ def test_a_grid_of_more_ranks_is_predicted_with_as_many(
     assert found["peak_bytes"] == 2000
     assert found["predicted_ms"] > 0
     assert len(read_traces(traces / "tiny-mfsdp_combined-4")) == 4
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--rounds", "2"], "Expected --out and --rounds with --grid only."),
+        (["--grid", "--rounds", "0"], "Expected --rounds of 1 or more, got 0."),
+        (["--repeats", "0"], "Expected --repeats of 1 or more, got 0."),
+    ],
+)
+def test_a_bench_that_measures_nothing_is_refused(
+    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before a GPU is looked for."""
+    assert real_main(["bench", *flags]) == 2
+    assert capsys.readouterr().err == f"real: {message}\n"
 
 
 def test_a_cost_file_needs_measurements(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

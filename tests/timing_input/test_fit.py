@@ -17,6 +17,7 @@ from sim.timing.costfile import Cluster, load_cluster
 from sim.timing.costs import CostModel
 from sim.timing.fold import replay_folded
 from sim.timing.hostfit import least_squares
+from sim.timing.reconcile import SmallModel, reconcile
 from sim.timing.small import small_models, traces_of
 
 
@@ -84,6 +85,20 @@ def test_whole_steps_of_small_models_come_out_as_measured(
         step_ns = replay_folded(model.traces, costs).replay.step_ns
         assert step_ns == pytest.approx(model.step_ns, rel=0.02), model.variant
     assert "for whole steps of small models" in out.read_text()
+
+
+@pytest.mark.slow
+def test_costs_that_no_factor_can_mend_stay_as_they_are(
+    small: Scenario, published: Cluster
+) -> None:
+    """A step of another machine, or of another model, says nothing about a node."""
+    traces = traces_of(small, "no_fsdp_combined")
+    content = {"host": {"nodes": {"mlp forward": {"value": 5000, "source": "measured"}}}}
+    for step_ns in (1.0, 1e12):
+        before = copy.deepcopy(content)
+        model = SmallModel(variant="no_fsdp_combined", traces=traces, step_ns=step_ns)
+        reconcile(content, published.changed(host_node={"mlp forward": 5000.0}), [model])
+        assert content == before
 
 
 def test_factors_in_a_file_are_those_in_a_model() -> None:

@@ -202,7 +202,7 @@ def test_a_model_of_the_grid_is_timed_in_every_variant(monkeypatch: pytest.Monke
 
 @pytest.mark.slow
 def test_hooks_and_units_are_counted_and_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As often as the trace of the step has them, and the hooks are themselves again after."""
+    """Units as often as the schedule has them, and the hooks are themselves again after."""
     from real.gpu.jobs import make_job
     from real.hooks.weak import WeakHook
 
