@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -356,6 +356,15 @@ def _interrupt_soon() -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
+@pytest.fixture
+def takes_interrupts() -> Iterator[None]:
+    """A shell starts its background jobs without Ctrl-C; these tests would then never end."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("takes_interrupts")
 def test_interrupt_unwinds_all_ranks_and_restores_globals(run_ranks: RunRanks) -> None:
     """Ctrl-C reaches the main thread while ranks run; all of them end before it goes on."""
     owner = SimpleNamespace(value="outside")
@@ -381,6 +390,7 @@ def test_interrupt_unwinds_all_ranks_and_restores_globals(run_ranks: RunRanks) -
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("takes_interrupts")
 def test_interrupt_stops_a_rank_that_never_communicates(run_ranks: RunRanks) -> None:
     """A rank in an endless loop is stopped from outside after a moment of grace."""
 
