@@ -115,7 +115,10 @@ def _run_grid(arguments: argparse.Namespace, variants: list[str]) -> int:
         if visits[name] == arguments.rounds:
             print(known[name], end="", flush=True)
         if arguments.out is not None:
-            arguments.out.write_text("".join(known.values()))
+            # Put in place whole: a run killed here leaves what the one before wrote.
+            part = arguments.out.with_name(f"{arguments.out.name}.part")
+            part.write_text("".join(known.values()))
+            part.replace(arguments.out)
 
     with watched(
         timeout_s=arguments.timeout, folder=arguments.report, has_records=False

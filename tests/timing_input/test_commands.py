@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -98,6 +99,31 @@ def test_a_bench_that_measures_nothing_is_refused(
     """Before a GPU is looked for."""
     assert real_main(["bench", *flags]) == 2
     assert capsys.readouterr().err == f"real: {message}\n"
+
+
+def test_a_grid_is_written_after_each_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A later round takes the place of an earlier one in the file, and is printed alone."""
+    from real.gpu import bench, world
+
+    out = tmp_path / "grid.jsonl"
+    seen: list[int] = []
+
+    def run_grid(scenarios: dict[str, object], variants: object, **given: Any) -> None:  # noqa: ANN401
+        for step_ms in (1.0, 2.0):
+            for name in list(scenarios)[:2]:
+                given["report"](name, {"mfsdp_plain": {"step_ms": step_ms}})
+                seen.append(len(out.read_text().splitlines()))
+
+    monkeypatch.setattr(bench, "run_grid", run_grid)
+    monkeypatch.setattr(world, "scenario_of_launch", lambda scenario: scenario)
+    flags = ["--grid", "--rounds", "2", "--out", str(out), "--timeout", "0"]
+    assert real_main(["bench", *flags]) == 0
+    assert seen == [1, 2, 2, 2]
+    assert [json.loads(line)["step_ms"] for line in out.read_text().splitlines()] == [2.0, 2.0]
+    assert capsys.readouterr().out == out.read_text()
+    assert list(tmp_path.iterdir()) == [out]
 
 
 def test_a_cost_file_needs_measurements(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
