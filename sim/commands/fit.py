@@ -54,16 +54,25 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     except (OSError, ValueError, KeyError, TypeError) as error:
         return fail(f"Expected measurements and a cost file to start from, got: {error!r}.")
     from sim.timing.accuracy import Factors
+    from sim.timing.costfile import CostError, load_cluster, parse_cluster
 
+    try:
+        parse_cluster(base, arguments.base)
+    except CostError as error:
+        return fail(str(error))
     try:
         pairs = [pair.partition("=") for pair in arguments.factors.split(",") if pair]
         factors = Factors(**{name: float(value) for name, _, value in pairs})
     except (TypeError, ValueError):
         return fail(f"Expected --factors such as host=1.1,matrix=0.9, got {arguments.factors!r}.")
+    lacking = sorted({"machine", "nodes"} - set(measured))
+    if lacking:
+        return fail(
+            f"{arguments.measured}: expected what `real calibrate` writes, lacks {lacking}."
+        )
     from sim.quiet import quiet
 
     quiet()
-    from sim.timing.costfile import load_cluster, parse_cluster
     from sim.timing.hostfit import host_costs
     from sim.timing.measured import apply_factors, device_costs, source_of, to_toml
     from sim.timing.reconcile import reconcile

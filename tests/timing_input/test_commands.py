@@ -152,3 +152,19 @@ def test_the_grid_covers_what_the_model_is_judged_on() -> None:
     assert {1, 2, 4, 8} == {s.num_microbatches for s in scenarios}
     assert min(s.num_layers for s in scenarios) == 2
     assert max(s.num_layers for s in scenarios) == 8
+
+
+def test_a_fit_starts_from_a_cost_file_that_fits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line, whether the measurements or the file to start from lack something."""
+    raw, base, out = tmp_path / "raw.json", tmp_path / "base.toml", tmp_path / "out.toml"
+    raw.write_text(json.dumps({"small": {}, "machine": {}}))
+    assert main(["fit", str(raw), "--out", str(out)]) == 2
+    assert "'nodes'" in capsys.readouterr().err
+    raw.write_text(json.dumps({"small": {}, "machine": {}, "nodes": {}}))
+    base.write_text('description = "nothing else"\n')
+    assert main(["fit", str(raw), "--base", str(base), "--out", str(out)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert str(base) in line
+    assert not out.exists()
