@@ -7,7 +7,6 @@ detached input, and nobody calls a layer as a whole.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +26,7 @@ from sim.cases.bodies_models import (
     shard_chunk,
     share_context,
 )
-from sim.cases.worlds import Rank, at_node, replaced
+from sim.cases.worlds import Rank, at_node
 from sim.cuda import active_device
 
 if TYPE_CHECKING:
@@ -42,7 +41,6 @@ __all__ = [
     "Node",
     "Part",
     "Vocabulary",
-    "attributed",
     "begin",
     "dense_mesh",
     "end",
@@ -272,26 +270,3 @@ def name_storage(tensor: torch.Tensor, unit: str, kind: str) -> None:
     device = active_device()
     storage = device.storage_id(tensor.untyped_storage())
     device.recorder.record(OpKind.NAME, storage=storage, name=f"{unit}:{kind}")
-
-
-@contextmanager
-def attributed() -> Iterator[None]:
-    """Attributes the collectives of MFSDP's own hooks to their unit, as ours are."""
-    module = "megatron.core.distributed.fsdp.src.megatron_fsdp.experimental.module.FsdpModule"
-
-    def make(original: Any) -> Any:
-        def attribute(unit: Any) -> None:
-            recorder = active_recorder()
-            previous, recorder.unit = recorder.unit, unit.name
-            try:
-                original(unit)
-            finally:
-                recorder.unit = previous
-
-        return attribute
-
-    with (
-        replaced(f"{module}._unshard_parameter_groups", make),
-        replaced(f"{module}._reduce_gradient_groups", make),
-    ):
-        yield

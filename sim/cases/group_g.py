@@ -152,8 +152,8 @@ CASES: Final[tuple[Case, ...]] = (
         shown=Shown.KERNEL,
         defect="the vision unit runs where there is an image",
         twin="it runs everywhere, on an empty tensor",
-        faulty=_ranks(_image_on_one_rank(always=False), units.attributed),
-        correct=_ranks(_image_on_one_rank(always=True), units.attributed),
+        faulty=_ranks(_image_on_one_rank(always=False)),
+        correct=_ranks(_image_on_one_rank(always=True)),
     ),
     Case(
         id="G3",
