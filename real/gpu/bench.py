@@ -13,7 +13,7 @@ import torch
 from real.config import Scenario
 from real.gpu.host import rotated, time_hooks_and_units
 from real.gpu.jobs import make_job
-from real.gpu.loopback import Seat
+from real.gpu.loopback import Seat, padded_with_zeros
 from real.gpu.world import gpu_world
 
 if TYPE_CHECKING:
@@ -108,7 +108,8 @@ def _time_variants(
     for name in variants:
         gc.collect()
         before = torch.cuda.memory_allocated()
-        jobs[name] = make_job(scenario, name)
+        with padded_with_zeros(seat):
+            jobs[name] = make_job(scenario, name)
         gc.collect()
         rest[name] = torch.cuda.memory_allocated() - before
         on_progress(f"the making of {name}")

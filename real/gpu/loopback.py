@@ -13,7 +13,8 @@ current then wait for it, and the tensors are kept until then. A barrier stops t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final
@@ -22,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torch.futures import Future
+from torch.overrides import TorchFunctionMode
 
 from real.gpu.fill import fill, scale_of
 
@@ -288,3 +290,26 @@ def init_loopback(seat: Seat) -> None:
         dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
     # The store is there because torch wants one; nobody waits for a key in it.
     dist.init_process_group(BACKEND, store=HashStore(), rank=seat.rank, world_size=seat.world_size)
+
+
+class _Zeroed(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if getattr(func, "__name__", "") == "empty":  # by name: it may be a stand-in
+            result.detach().zero_()
+        return result
+
+
+@contextmanager
+def padded_with_zeros(seat: Seat | None) -> Iterator[None]:
+    """Lets new tensors begin with zeros for the block, when a rank stands alone.
+
+    A shard ends in padding, which nobody writes. Among its peers it stays at the end of what is
+    gathered; alone, a rank's shard comes again and again, and its padding with it: random bits
+    among the weights would choose experts, and may be NaN.
+    """
+    if seat is None:
+        yield
+        return
+    with _Zeroed():
+        yield

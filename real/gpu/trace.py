@@ -15,7 +15,7 @@ import torch
 
 from real.config import Scenario, ScenarioError
 from real.gpu.durations import DeviceTimes, HoldingSink
-from real.gpu.loopback import BACKEND, LOSSES_MEAN_NOTHING, Seat
+from real.gpu.loopback import BACKEND, LOSSES_MEAN_NOTHING, Seat, padded_with_zeros
 from real.gpu.observe import observed
 from real.gpu.recorder import GpuRecorder
 from real.gpu.world import gpu_world
@@ -163,7 +163,7 @@ def _record(
             scenario=scenario.as_dict(),
             peers=None if seat is None else BACKEND,
         )
-        with _recorded(recorder):
+        with _recorded(recorder), padded_with_zeros(seat):
             job = FsdpJob(scenario)
             name_storages(recorder, job.model.module)
         for _ in range(num_warmup):

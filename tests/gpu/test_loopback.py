@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from real.gpu.fill import fill, repeat, scale_of
-from real.gpu.loopback import Seat, init_loopback
+from real.gpu.loopback import Seat, init_loopback, padded_with_zeros
 from real.gpu.observe import observed
 from real.gpu.recorder import GpuRecorder
 from real.trace import MemorySink, Recorder
@@ -196,6 +196,15 @@ def test_no_version_counter_moves() -> None:
     fill("all_gather", [tensor], [gathered], group_size=SIZE, rank=RANK)
     assert (tensor._version, gathered._version) == (0, 0)
     assert gathered[-1].item() == 16.0
+
+
+def test_padding_begins_with_zeros_for_a_rank_alone() -> None:
+    """Its shard comes again and again; among peers its padding stays at the end."""
+    with padded_with_zeros(Seat(RANK, SIZE)):
+        assert torch.equal(torch.empty(1000), torch.zeros(1000))
+        assert torch.ones(2).tolist() == [1.0, 1.0]
+    with padded_with_zeros(None):
+        assert not torch.overrides._get_current_function_mode_stack()
 
 
 # -- groups ----------------------------------------------------------------------------------

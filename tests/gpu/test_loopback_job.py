@@ -10,8 +10,9 @@ import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
+from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -96,6 +97,7 @@ def test_a_rank_of_4_alone_does_what_its_golden_trace_says(
     (result,) = record_alone({tmp_path: scenario}, Seat(rank, 4), monkeypatch).values()
     golden = (FOUR_GOLDEN / f"{name}.txt").read_text()
     assert differences(seen_from(rank, golden), only_trace(tmp_path)) == []
+    assert all(map(isfinite, result.losses))  # whatever the padding of its shards held
     assert result.text() == f"{result.num_records} records of rank {rank}, {LOSSES_MEAN_NOTHING}"
     told = result.as_dict()
     assert (told["peers"], told["rank"], told["note"]) == ("loopback", rank, LOSSES_MEAN_NOTHING)
@@ -118,6 +120,49 @@ def test_one_rank_is_judged_and_compared_alone(
         assert main(["diff", "--canonical", *map(str, pair)]) == 0
         last = capsys.readouterr().out.splitlines()[-1]
         assert re.fullmatch(r"equal: \d{4} lines of 1 ranks", last)
+
+
+@pytest.mark.slow
+def test_the_bench_times_one_rank_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With and without FSDP; memory is that of the rank that is there."""
+    found = bench_alone(Seat(5, 8), ["no_fsdp_combined", "mfsdp_plain"], monkeypatch)
+    assert list(found) == ["no_fsdp_combined", "mfsdp_plain"]
+    for values in found.values():
+        assert values["step_ms"] > 0
+        assert values["peak_bytes_by_rank"] == [5]
+        assert values["world_size"] == 8
+        assert (values["peers"], values["rank"]) == ("loopback", 5)
+
+
+def bench_alone(
+    seat: Seat, variants: list[str], monkeypatch: pytest.MonkeyPatch
+) -> dict[str, dict[str, Any]]:
+    """Runs what `real bench` runs, on a fake device of small memory."""
+    import torch
+
+    from sim.megatron import megatron_on_fake_cuda, rank_state
+    from sim.quiet import quiet
+
+    found: dict[str, dict[str, Any]] = {}
+    scenario = load_scenario(CONFIGS / "combined-1.toml").changed(world_size=seat.world_size)
+    with ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        quiet()
+        stack.enter_context(megatron_on_fake_cuda())
+        from real.gpu import bench, world
+        from sim.world import World
+
+        monkeypatch.setattr(world, "preflight", lambda *_: None)
+
+        def body(_: int) -> None:
+            monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 7)
+            monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 12)
+            with use_device(FakeDevice(0, Recorder())):
+                found.update(bench.run_bench(scenario, variants, repeats=1, seat=seat, warmup=0))
+
+        World(1, state=rank_state()).run(body)
+        monkeypatch.undo()
+    return found
 
 
 # -- on a GPU --------------------------------------------------------------------------------
