@@ -68,6 +68,7 @@ class Trace:
     Attributes:
         records: All records after the header, in host order.
         is_complete: False when the run was cut short (no end record).
+        peers: What stood for the other ranks, or None where they were there.
     """
 
     rank: int
@@ -75,6 +76,7 @@ class Trace:
     scenario: dict[str, Any]
     records: list[Record]
     is_complete: bool
+    peers: str | None = None
 
     @cached_property
     def lean_records(self) -> list[Record]:
@@ -107,6 +109,7 @@ def read_trace(path: Path) -> Trace:
         scenario=header["scenario"],
         records=records,
         is_complete=is_complete,
+        peers=header.get("peers"),
     )
 
 
@@ -134,6 +137,8 @@ def _decode(path: Path, number: int, line: bytes) -> Record:
 def read_traces(folder: Path) -> list[Trace]:
     """Reads every rank of a trace folder, in rank order.
 
+    Where the other ranks were not there, any of them may be missing.
+
     Raises:
         TraceError: The folder holds no trace, a rank is missing, or a file cannot be read.
     """
@@ -143,6 +148,7 @@ def read_traces(folder: Path) -> list[Trace]:
     traces = [read_trace(path) for path in paths]
     world_size = traces[0].world_size
     ranks = [trace.rank for trace in traces]
-    if ranks != list(range(world_size)):
+    is_partial = all(trace.peers == "loopback" for trace in traces)
+    if not is_partial and ranks != list(range(world_size)):
         raise TraceError(f"{folder}: expected the ranks 0 to {world_size - 1}, got {ranks}.")
     return traces

@@ -60,14 +60,24 @@ class Recorder:
         """Whether a record goes anywhere; what only a record needs is not worth computing else."""
         return self._sink is not None
 
-    def header(self, *, rank: int, world_size: int, scenario: dict[str, Any]) -> None:
-        """Writes the first record. `scenario` must hold nothing that differs between equal runs."""
+    def header(
+        self, *, rank: int, world_size: int, scenario: dict[str, Any], peers: str | None = None
+    ) -> None:
+        """Writes the first record.
+
+        Args:
+            rank: This rank.
+            world_size: Ranks of the job.
+            scenario: The run; it must hold nothing that differs between equal runs.
+            peers: What stood for the other ranks, or None where they were there.
+        """
         self.record(
             OpKind.HEADER,
             schema=SCHEMA_VERSION,
             rank=rank,
             world_size=world_size,
             scenario=scenario,
+            **({} if peers is None else {"peers": peers}),
         )
 
     def record(self, op: OpKind, **fields: object) -> int:

@@ -52,5 +52,5 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     for allowance, count in result.allowed.items():
         print(f"allowed: {allowance.name}: {count}. {allowance.reason}")
     verdict = "equal" if result.is_equal else "different"
-    print(f"{verdict}: {result.num_lines} lines of {len(first)} ranks")
+    print(f"{verdict}: {result.num_lines} lines of {result.num_ranks} ranks")
     return 0 if result.is_equal else DIFFERS
