@@ -16,7 +16,7 @@ from sim.cuda.kernels import KernelRecorder
 from sim.cuda.shapes import ShapeRecorder
 
 if TYPE_CHECKING:
-    from real.mcore.jobs import JobOutput
+    from real.output import JobOutput
 
 
 def name_storages(device: FakeDevice, root: nn.Module) -> None:

@@ -8,9 +8,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import torch
+from typing import TYPE_CHECKING
 
 from real.config import Scenario, ScenarioError
 from real.reference import Reference
@@ -24,7 +22,7 @@ from sim.megatron import megatron_on_fake_cuda, rank_state
 from sim.rank import run_rank
 
 if TYPE_CHECKING:
-    from real.mcore.jobs import JobOutput
+    from real.output import JobOutput
     from sim.faults import Fault
 
 Progress = Callable[[str], None]
@@ -114,9 +112,7 @@ def run_in_process(
 
         aside = None
         if references is None and can_fork():
-            aside = Aside(
-                lambda: _pack(run_reference(scenario, schedule_seed, progress, reference))
-            )
+            aside = Aside(lambda: run_reference(scenario, schedule_seed, progress, reference))
             stack.callback(aside.stop)
         with recorded_nodes():
             outputs = _run_world(
@@ -133,7 +129,7 @@ def run_in_process(
         traces = [_trace_of(sink.records) for sink in kept]
         violations = check_traces(traces, replay=replay or None)
         if aside is not None:
-            references = _unpack(aside.result())
+            references = aside.result()
         elif references is None:
             references = run_reference(scenario, schedule_seed, progress, reference)
         result = judge(
@@ -224,40 +220,6 @@ def _trace_of(records: list[Record]) -> Trace:
         records=records[1:],
         is_complete=True,
     )
-
-
-def _pack(outputs: list[JobOutput]) -> Any:
-    """Turns outputs into plain data for another process."""
-    return [
-        (
-            [(s.loss, s.grad_norm, _to_numpy(s.gradients)) for s in output.steps],
-            _to_numpy(output.weights),
-        )
-        for output in outputs
-    ]
-
-
-def _to_numpy(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-    return {name: tensor.numpy() for name, tensor in tensors.items()}
-
-
-def _to_torch(arrays: dict[str, Any]) -> dict[str, torch.Tensor]:
-    return {name: torch.from_numpy(array) for name, array in arrays.items()}
-
-
-def _unpack(packed: Any) -> list[JobOutput]:
-    from real.mcore.jobs import JobOutput, StepOutput
-
-    return [
-        JobOutput(
-            steps=[
-                StepOutput(loss=loss, grad_norm=norm, gradients=_to_torch(gradients))
-                for loss, norm, gradients in steps
-            ],
-            weights=_to_torch(weights),
-        )
-        for steps, weights in packed
-    ]
 
 
 def _run_world(

@@ -23,7 +23,8 @@ from sim.rank import name_storages
 from sim.world import World, WorldError, init_process_group
 
 if TYPE_CHECKING:
-    from real.mcore.jobs import FsdpJob, JobOutput
+    from real.mcore.jobs import FsdpJob
+    from real.output import JobOutput
     from sim.faults import Fault
 
 Defect = Callable[[], AbstractContextManager[Any]]

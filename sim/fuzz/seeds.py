@@ -29,7 +29,7 @@ from sim.runner import run_reference
 from sim.world import World, WorldError, init_process_group
 
 if TYPE_CHECKING:
-    from real.mcore.jobs import JobOutput
+    from real.output import JobOutput
 
 NEVER: Final = "fault never came up"
 _MOST_DELAYS: Final = 3

@@ -17,20 +17,18 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import Any, Final
 
 import numpy as np
 import torch
 
 from real.config import Scenario
+from real.output import JobOutput, StepOutput
 from real.result import RunResult, judge
 from real.trace import Sink, trace_path
 from sim.runner import Progress
 from sim.world.gloo_rank import BOARD_BYTES, BoardFile
 from sim.world.world import WorldError
-
-if TYPE_CHECKING:
-    from real.mcore.jobs import JobOutput
 
 _ROOT: Final = Path(__file__).parents[2]
 _TIMEOUT_S: Final = 120.0
@@ -245,33 +243,16 @@ def _read(process: _Process, progress: Progress) -> _Failure | None:
     return None
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Step:
-    """What a process reported of one step; stands for `StepOutput`, which would import Megatron."""
-
-    loss: float
-    grad_norm: float
-    gradients: dict[str, torch.Tensor]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Job:
-    """What a process reported of one job; stands for `JobOutput`."""
-
-    steps: list[_Step]
-    weights: dict[str, torch.Tensor]
-
-
 def _load(folder: Path, label: str, report: dict[str, Any]) -> JobOutput:
     steps = [
-        _Step(
+        StepOutput(
             loss=numbers["loss"],
             grad_norm=numbers["grad_norm"],
             gradients=_load_arrays(folder / f"{label}{step}.npz"),
         )
         for step, numbers in enumerate(report[label])
     ]
-    return cast("JobOutput", _Job(steps=steps, weights=_load_arrays(folder / f"{label}.npz")))
+    return JobOutput(steps=steps, weights=_load_arrays(folder / f"{label}.npz"))
 
 
 def _load_arrays(path: Path) -> dict[str, torch.Tensor]:

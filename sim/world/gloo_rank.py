@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-    from real.mcore.jobs import JobOutput
+    from real.output import JobOutput
 
 _WAITING_OFFSET = 4
 _LENGTH_OFFSET = 5

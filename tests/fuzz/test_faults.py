@@ -19,7 +19,7 @@ from sim.world import WorldError
 from tests.fuzz.conftest import SMALL
 
 if TYPE_CHECKING:
-    from real.mcore.jobs import JobOutput
+    from real.output import JobOutput
 
 BREAKING = {
     "skip-collective rank=1 index=12": "Deadlock: no rank can go on",
