@@ -29,7 +29,7 @@ from sim.cases.bodies_models import (
 )
 from sim.cases.worlds import Rank, at_node, replaced
 from sim.cuda import active_device
-from sim.rank import name_storages
+from sim.session.rank import name_storages
 
 if TYPE_CHECKING:
     from real.mcore.schedule import Mfsdp1F1B

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -13,14 +12,17 @@ import torch
 from torch import nn
 
 from real.config import Scenario
-from real.trace import MemorySink, OpKind, Recorder, Trace, active_recorder, recording
+from real.trace import MemorySink, OpKind, Trace, active_recorder
 from sim.checks import Check, Violation, check_numerics, check_traces, declared_units
 from sim.checks.errors import violations_of_error
-from sim.cuda import FakeDevice, use_device
+from sim.cuda import FakeDevice
 from sim.cuda.kernels import KernelRecorder
-from sim.megatron import megatron_on_fake_cuda, rank_state
-from sim.rank import name_storages
-from sim.world import World, WorldError, init_process_group
+from sim.session.megatron import frozen_imports, megatron_on_fake_cuda
+from sim.session.rank import name_storages, rank_scope
+from sim.session.sinks import begin_trace, traces_of
+from sim.session.subject import MFSDP2
+from sim.session.world import WorldOptions, make_world
+from sim.world import WorldError
 
 if TYPE_CHECKING:
     from real.mcore.jobs import FsdpJob
@@ -118,40 +120,25 @@ def run_ranks(
         schedule_seed: Chooses the order in which ranks take turns.
     """
     sinks = [MemorySink() for _ in range(num_ranks)]
+    # Here and not by each rank: one that never starts has a trace too.
+    recorders = [
+        begin_trace(sink, number, num_ranks, scenario) for number, sink in enumerate(sinks)
+    ]
 
     def on_rank(number: int) -> Any:
-        recorder = Recorder(sinks[number])
-        recorder.header(
-            rank=number,
-            world_size=num_ranks,
-            scenario={} if scenario is None else scenario.as_dict(),
-        )
         with ExitStack() as stack:
-            device = stack.enter_context(use_device(FakeDevice(number, recorder)))
-            stack.enter_context(recording(recorder))
-            init_process_group(number, num_ranks)
-            rank = Rank(number=number, device=device, records=sinks[number].records, _open=stack)
-            result = body(rank)
-            recorder.close()
-            return result
+            device = stack.enter_context(rank_scope(number, num_ranks, recorders[number]))
+            records = sinks[number].records
+            return body(Rank(number=number, device=device, records=records, _open=stack))
 
     results: list[Any] = []
     error = None
     try:
-        world = World(num_ranks, schedule_seed=schedule_seed, state=rank_state(), faults=faults)
-        results = world.run(on_rank)
+        options = WorldOptions(schedule_seed=schedule_seed, faults=faults)
+        results = make_world(num_ranks, options).run(on_rank)
     except WorldError as failure:
         error = failure
-    traces = [
-        Trace(
-            rank=number,
-            world_size=num_ranks,
-            scenario={} if scenario is None else scenario.as_dict(),
-            records=sink.records[1:],
-            is_complete=error is None,
-        )
-        for number, sink in enumerate(sinks)
-    ]
+    traces = traces_of(sinks, is_complete=error is None)
     return Outcome(traces=traces, results=results, error=error)
 
 
@@ -194,7 +181,7 @@ def clean(scenario: Scenario) -> tuple[Violation, ...]:
 @functools.cache
 def reference(scenario: Scenario) -> list[JobOutput]:
     """Runs the reference of a scenario, once a process."""
-    from sim.runner import run_reference
+    from sim.session.run import run_reference
 
     return run_reference(scenario)
 
@@ -209,7 +196,6 @@ def train(
     """Trains a scenario under MFSDP v2 with everything recorded; results are `JobOutput`."""
     from real.mcore.jobs import FsdpJob, run_job
     from real.mcore.model import initialize_parallel
-    from real.mcore.observe import recorded_nodes
 
     def body(rank: Rank) -> JobOutput:
         initialize_parallel(scenario)
@@ -218,7 +204,7 @@ def train(
         rank.observe(job.model.module)
         return run_job(job, scenario)
 
-    with defect(), recorded_nodes():
+    with defect(), MFSDP2.watching():
         return run_ranks(scenario.world_size, body, scenario=scenario, faults=faults)
 
 
@@ -249,12 +235,8 @@ def all_of(*managers: AbstractContextManager[Any]) -> Iterator[None]:
 @contextmanager
 def bench() -> Iterator[None]:
     """Everything that cases need, for the length of the block: Megatron on fake CUDA."""
-    with megatron_on_fake_cuda():
-        gc.freeze()  # what is imported stays: no use in looking through it again and again
-        try:
-            yield
-        finally:
-            gc.unfreeze()
+    with megatron_on_fake_cuda(), frozen_imports():
+        yield
 
 
 @contextmanager

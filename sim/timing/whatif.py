@@ -238,7 +238,8 @@ def record_shapes(scenario: Scenario, *, has_fsdp: bool = True) -> list[Trace]:
     from sim.quiet import quiet
 
     quiet()
-    from sim.hollow.run import ShapesRun, run_for_shapes
+    from sim.session.shapes import ShapesRun, run_for_shapes
+    from sim.session.sinks import traces_of
     from sim.world.world import WorldError
 
     sinks = [MemorySink() for _ in range(scenario.world_size)]
@@ -246,19 +247,7 @@ def record_shapes(scenario: Scenario, *, has_fsdp: bool = True) -> list[Trace]:
         run_for_shapes(scenario, ShapesRun(is_reference=not has_fsdp), sinks=sinks)
     except WorldError as error:
         raise ReplayError(f"The changed scenario fails: {str(error).splitlines()[0]}") from None
-    traces = []
-    for rank, sink in enumerate(sinks):
-        header, *records = sink.records
-        traces.append(
-            Trace(
-                rank=rank,
-                world_size=scenario.world_size,
-                scenario=header["scenario"],
-                records=records,
-                is_complete=True,
-            )
-        )
-    return traces
+    return traces_of(sinks)
 
 
 def judge(

@@ -9,7 +9,7 @@ import signal
 import pytest
 import torch
 
-from sim.aside import Aside, can_fork
+from sim.session.aside import Aside, can_fork
 from sim.world import WorldError
 
 pytestmark = pytest.mark.skipif(not can_fork(), reason="needs fork and a second core")

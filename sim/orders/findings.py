@@ -9,8 +9,8 @@ from real.trace.recorder import Record
 from sim.checks import Access, Violation
 from sim.checks.base import unit_label, walk
 from sim.faults import Fault, StallCollective, StallStream, format_fault, is_stall
-from sim.fuzz.order import RELEASED, REUSED, Outcome, Stalls, Surprise, run_order
-from sim.fuzz.program import Code, Program, build_program
+from sim.orders.order import RELEASED, REUSED, Outcome, Stalls, Surprise, run_order
+from sim.orders.program import Code, Program, build_program
 from sim.world.world import WorldError
 
 _ROLE_OF_COLLECTIVE = {

@@ -26,8 +26,9 @@ from real.config import Scenario
 from real.output import JobOutput, StepOutput
 from real.result import RunResult, judge
 from real.trace import Sink, trace_path
-from sim.runner import Progress
-from sim.world.gloo_rank import BOARD_BYTES, BoardFile
+from sim.session.gloo_rank import BOARD_BYTES, BoardFile
+from sim.session.options import DEFAULTS, Progress, RunOptions, no_progress
+from sim.session.sinks import clear_folder
 from sim.world.world import WorldError
 
 _ROOT: Final = Path(__file__).parents[2]
@@ -98,20 +99,20 @@ class _Fleet:
 
 def run_gloo(
     scenario: Scenario,
+    options: RunOptions = DEFAULTS,
     *,
     out: Path | None,
     sinks: Sequence[Sink | None] = (),
-    progress: Progress = lambda _: None,
-    replay: str = "",
+    progress: Progress = no_progress,
 ) -> RunResult:
     """Runs all ranks of a scenario, and then of its reference, as processes on this machine.
 
     Args:
         scenario: The run.
+        options: How it is run; the subject must be one of `SUBJECTS`, faults have no effect.
         out: The folder of the trace; each process writes its own file there unless there are sinks.
         sinks: Where each rank's records go after the run; none to leave them in `out`.
         progress: Shown one line of text now and then.
-        replay: The command that repeats this run, for messages.
 
     Raises:
         WorldError: A rank failed or died, or the ranks do not agree. No process is left.
@@ -122,18 +123,16 @@ def run_gloo(
         stack.callback(fleet.stop)
         trace = folder if any(sinks) else out
         if trace is not None and trace is not folder:
-            trace.mkdir(parents=True, exist_ok=True)
-            for old in trace.glob("rank*.jsonl"):
-                old.unlink()
+            clear_folder(trace)
         for rank in range(scenario.world_size):
-            fleet.processes.append(_start(scenario, rank, folder, trace))
+            fleet.processes.append(_start(scenario, options, rank, folder, trace))
         failure = _watch(fleet, progress)
         if failure is not None:
             raise WorldError(
                 failure.problem,
                 rank=failure.rank,
                 standing=fleet.standing(failure),
-                replay=replay,
+                replay=options.replay,
             )
         reports = [process.done or {} for process in fleet.processes]
         outputs, references = (
@@ -148,10 +147,13 @@ def run_gloo(
         num_records=sum(report["num_records"] for report in reports),
         wall_s=max(report["wall_s"] for report in reports),
         trace=out,
+        reference=options.reference,
     )
 
 
-def _start(scenario: Scenario, rank: int, folder: Path, trace: Path | None) -> _Process:
+def _start(
+    scenario: Scenario, options: RunOptions, rank: int, folder: Path, trace: Path | None
+) -> _Process:
     own = folder / f"process{rank}"
     own.mkdir()
     (own / "board").write_bytes(bytes(BOARD_BYTES))
@@ -159,7 +161,7 @@ def _start(scenario: Scenario, rank: int, folder: Path, trace: Path | None) -> _
     try:
         with (own / "stderr").open("wb") as stderr:
             popen = subprocess.Popen(
-                [sys.executable, "-m", "sim.world.gloo_rank"],
+                [sys.executable, "-m", "sim.session.gloo_rank"],
                 cwd=_ROOT,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
@@ -174,6 +176,11 @@ def _start(scenario: Scenario, rank: int, folder: Path, trace: Path | None) -> _
     )
     orders = {
         "scenario": scenario.as_dict(),
+        "subject": options.subject.name,
+        "reference": options.reference,
+        "tree": None if options.tree is None else str(options.tree.resolve()),
+        "kernel_steps": list(options.recorded_steps(scenario)),
+        "records_shapes": options.records_shapes,
         "rank": rank,
         "reports": child_end,
         "board": str(own / "board"),
