@@ -86,7 +86,7 @@ def _check_origin(tree: Path) -> None:
     """Refuses a `megatron.core` of another tree, imported earlier or found by other means."""
     was_imported = "megatron.core" in sys.modules
     expected = (tree / "megatron" / "core").resolve()
-    found = Path(str(importlib.import_module("megatron.core").__file__)).resolve().parent
+    found = Path(str(importlib.import_module("megatron.core").__file__)).parent.resolve()
     if found != expected:
         when = "already imported" if was_imported else "found first"
         raise ScenarioError(f"Expected megatron.core of {expected}, got {found}, {when}.")
