@@ -111,7 +111,7 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     from sim.session.options import RunOptions
     from sim.session.run import run_in_process
     from sim.session.sinks import open_sinks
-    from sim.world.world import WorldError
+    from sim.world import WorldError
 
     needs_all = any(map(needs_kernels, faults))  # who knows in which step it comes up
     kernel_steps: dict[str, list[int] | None] = {
@@ -161,7 +161,7 @@ def _run_for_shapes(
     from sim.hollow.routing import Routing
     from sim.session.shapes import ShapesRun, run_for_shapes
     from sim.session.sinks import open_sinks
-    from sim.world.world import WorldError
+    from sim.world import WorldError
 
     options = ShapesRun(
         is_reference=arguments.no_fsdp,

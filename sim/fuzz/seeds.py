@@ -29,12 +29,11 @@ from sim.session.run import run_reference
 from sim.session.sinks import traces_of
 from sim.session.subject import MFSDP2
 from sim.session.world import WorldOptions, make_world, train
-from sim.world import World, WorldError
+from sim.world import ErrorKind, World, WorldError
 
 if TYPE_CHECKING:
     from real.output import JobOutput
 
-NEVER: Final = "fault never came up"
 _MOST_DELAYS: Final = 3
 _SWITCH_CHANCES: Final = (0.0, 0.05, 0.25)
 
@@ -201,13 +200,9 @@ def run_once(
 
 
 def _world_failure(seed: int | None, error: WorldError) -> Failure:
-    first = error.problem.splitlines()[0]
-    if "never came up" in first:
-        kind = NEVER
-    elif error.__cause__ is not None:
-        kind = f"a rank raised {type(error.__cause__).__name__}"
-    else:
-        kind = first.partition(":")[0].partition(",")[0].rstrip(".")
+    kind = str(error.kind)
+    if error.kind is ErrorKind.FAILED:
+        kind += f" {type(error.__cause__).__name__}"
     lines = [error.problem, *(f"  {line}" for line in error.standing)]
     return Failure(seed=seed, kind=kind, problem="\n".join(lines))
 
@@ -229,7 +224,7 @@ def make_baseline(
     stalls, missed = stalls_of(setting.faults, program)
     if missed:
         text = f"Fault '{format_fault(missed[0])}' never came up: nothing matches it."
-        return Failure(seed=None, kind=NEVER, problem=text)
+        return Failure(seed=None, kind=ErrorKind.UNUSED_FAULT, problem=text)
     failure = _judged(setting, outputs, traces) or _numbers_differ(None, again, outputs)
     if failure is not None:
         return failure

@@ -29,7 +29,7 @@ from real.trace import Sink, trace_path
 from sim.session.gloo_rank import BOARD_BYTES, BoardFile
 from sim.session.options import DEFAULTS, Progress, RunOptions, no_progress
 from sim.session.sinks import clear_folder
-from sim.world.world import WorldError
+from sim.world import ErrorKind, WorldError
 
 _ROOT: Final = Path(__file__).parents[2]
 _TIMEOUT_S: Final = 120.0
@@ -64,9 +64,9 @@ class _Process:
 
 @dataclass(kw_only=True)
 class _Failure:
+    kind: ErrorKind
     rank: int | None
     problem: str
-    is_lost: bool = False
     raised: str | None = None
 
 
@@ -130,6 +130,7 @@ def run_gloo(
         if failure is not None:
             raise WorldError(
                 failure.problem,
+                kind=failure.kind,
                 rank=failure.rank,
                 standing=fleet.standing(failure),
                 replay=options.replay,
@@ -209,7 +210,7 @@ def _watch(fleet: _Fleet, progress: Progress) -> _Failure | None:
                 failure = _read(key.data, progress)
                 if failure is not None:
                     selector.unregister(key.fd)
-                    if not failure.is_lost:
+                    if failure.kind is not ErrorKind.LOST:
                         return failure
                     lost = lost or failure
                     give_up = min(give_up, time.monotonic() + _GRACE_S)
@@ -222,7 +223,7 @@ def _watch(fleet: _Fleet, progress: Progress) -> _Failure | None:
             elif now - still_since > _STALL_S:
                 waiting = [str(p.rank) for p in fleet.processes if p.done is None]
                 problem = f"Deadlock: no rank can go on; waiting: {', '.join(waiting)}."
-                return _Failure(rank=None, problem=problem)
+                return _Failure(kind=ErrorKind.DEADLOCK, rank=None, problem=problem)
     return None
 
 
@@ -232,7 +233,7 @@ def _read(process: _Process, progress: Progress) -> _Failure | None:
     if not data and process.done is None:
         status = process.popen.wait()
         problem = f"Rank {process.rank} died with exit status {status}.{process.last_words()}"
-        return _Failure(rank=process.rank, problem=problem)
+        return _Failure(kind=ErrorKind.DIED, rank=process.rank, problem=problem)
     *lines, process.unread = (process.unread + data).split(b"\n")
     for line in lines:
         report = json.loads(line)
@@ -242,9 +243,9 @@ def _read(process: _Process, progress: Progress) -> _Failure | None:
             process.done = report
         else:
             return _Failure(
+                kind=ErrorKind(report["error"]),
                 rank=process.rank,
                 problem=report["problem"],
-                is_lost=report["is_lost"],
                 raised=report["raised"],
             )
     return None

@@ -89,16 +89,24 @@ def main() -> None:
     try:
         reports.send("done", **_run(orders, reports))
     except BaseException as error:
-        from sim.world.gloo_transport import LostRankError
         from sim.world.world import describe
 
         reports.send(
             "failed",
             problem=describe(orders["rank"], error),
             raised=type(error).__name__,
-            is_lost=isinstance(error, LostRankError),
+            error=_kind_of(error),
         )
     watcher.join()
+
+
+def _kind_of(error: BaseException) -> str:
+    from sim.world import ErrorKind, MismatchError
+    from sim.world.gloo_transport import LostRankError
+
+    if isinstance(error, LostRankError):
+        return ErrorKind.LOST
+    return ErrorKind.MISMATCH if isinstance(error, MismatchError) else ErrorKind.FAILED
 
 
 def _run(orders: dict[str, Any], reports: _Reports) -> dict[str, Any]:

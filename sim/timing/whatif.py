@@ -240,7 +240,7 @@ def record_shapes(scenario: Scenario, *, has_fsdp: bool = True) -> list[Trace]:
     quiet()
     from sim.session.shapes import ShapesRun, run_for_shapes
     from sim.session.sinks import traces_of
-    from sim.world.world import WorldError
+    from sim.world import WorldError
 
     sinks = [MemorySink() for _ in range(scenario.world_size)]
     try:

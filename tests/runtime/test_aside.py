@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sim.session.aside import Aside, can_fork
-from sim.world import WorldError
+from sim.world import ErrorKind, WorldError
 
 pytestmark = pytest.mark.skipif(not can_fork(), reason="needs fork and a second core")
 
@@ -34,7 +34,9 @@ def test_tensors_come_back_with_their_values() -> None:
 
 def test_error_comes_back_whole() -> None:
     def fail() -> None:
-        raise WorldError("Problem.", rank=1, standing=["rank 0: running"], replay="again")
+        raise WorldError(
+            "Problem.", kind=ErrorKind.FAILED, rank=1, standing=["rank 0: running"], replay="again"
+        )
 
     aside = Aside(fail)
     with pytest.raises(WorldError, match="Replay: again"):
