@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from real.config import Scenario
+from sim.swap import owner_of, swapped
 
 _SMALL: Final = {"num_layers": 2, "num_microbatches": 3, "train_iters": 2}
 _TE: Final = {**_SMALL, "transformer_impl": "transformer_engine"}
@@ -314,16 +315,8 @@ class Verdict:
 @contextmanager
 def applied(mutant: Mutant) -> Iterator[None]:
     """Puts a mutant in place for the length of the block."""
-    import pkgutil
-
-    owner_name, _, attribute = mutant.target.rpartition(".")
-    owner = pkgutil.resolve_name(owner_name)
-    original = getattr(owner, attribute)
-    setattr(owner, attribute, mutant.replacement(original))
-    try:
+    with swapped(*owner_of(mutant.target), mutant.replacement):
         yield
-    finally:
-        setattr(owner, attribute, original)
 
 
 def run_mutants(

@@ -22,6 +22,7 @@ from sim.session.rank import name_storages, rank_scope
 from sim.session.sinks import begin_trace, traces_of
 from sim.session.subject import MFSDP2
 from sim.session.world import WorldOptions, make_world
+from sim.swap import owner_of, swapped
 from sim.world import WorldError
 
 if TYPE_CHECKING:
@@ -211,16 +212,8 @@ def train(
 @contextmanager
 def replaced(target: str, make: Callable[[Any], Any]) -> Iterator[None]:
     """Puts `make(what stands there)` in place of a dotted name for the length of the block."""
-    import pkgutil
-
-    owner_name, _, attribute = target.rpartition(".")
-    owner = pkgutil.resolve_name(owner_name)
-    original = vars(owner)[attribute] if isinstance(owner, type) else getattr(owner, attribute)
-    setattr(owner, attribute, make(original))
-    try:
+    with swapped(*owner_of(target), make):
         yield
-    finally:
-        setattr(owner, attribute, original)
 
 
 @contextmanager

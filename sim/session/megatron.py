@@ -16,6 +16,7 @@ import torch
 from real.config import ScenarioError
 from sim import te
 from sim.cuda.shapes import kernel
+from sim.swap import owner_of, swapped
 from sim.world.state import RankState
 
 
@@ -44,16 +45,15 @@ def megatron_on_fake_cuda(tree: Path | None = None) -> Iterator[None]:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         stack.enter_context(te.installed())
-        compile_function, torch.compile = torch.compile, _uncompiled
         # Imports make a million objects that all stay: collecting between them finds nothing.
         was_collecting = gc.isenabled()
         gc.disable()
         try:
-            if tree is not None:
-                _check_origin(tree)
-            importlib.import_module("real.mcore.jobs")
+            with swapped(torch, "compile", lambda _: _uncompiled):
+                if tree is not None:
+                    _check_origin(tree)
+                importlib.import_module("real.mcore.jobs")
         finally:
-            torch.compile = compile_function
             if was_collecting:
                 gc.enable()
         from sim.cuda import fake_cuda
@@ -107,14 +107,8 @@ def _uncompiled_helpers() -> Iterator[None]:
     """Puts plain Python where Megatron compiles C++ at first use: not every laptop can."""
     from real.mcore import internals
 
-    module_name, _, name = internals.SHARE_STORAGE_LOADER.rpartition(".")
-    module = importlib.import_module(module_name)
-    loader = getattr(module, name)
-    setattr(module, name, lambda: share_storage)
-    try:
+    with swapped(*owner_of(internals.SHARE_STORAGE_LOADER), lambda _: lambda: share_storage):
         yield
-    finally:
-        setattr(module, name, loader)
 
 
 @torch.no_grad()
