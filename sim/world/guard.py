@@ -15,7 +15,6 @@ from real.hooks.scheduler import UnitScheduler
 from sim.cuda.device import find_device
 from sim.cuda.streams import Event, Stream
 from sim.faults import (
-    POINTS,
     DoubleInstall,
     DropWait,
     Fault,
@@ -23,6 +22,7 @@ from sim.faults import (
     LoseCallback,
     SwapHooks,
     format_fault,
+    hook_points,
 )
 from sim.swap import swapped
 
@@ -199,7 +199,7 @@ def guarded(faults: Sequence[Fault], num_ranks: int) -> Iterator[Guard]:
             replace(Stream, "wait_stream", lambda original: _wait_stream(guard, original))
             replace(Stream, "wait_event", lambda original: _wait_event(guard, original))
         if guard.changes_hooks:
-            for point in POINTS:
+            for point in hook_points():
                 replace(UnitScheduler, point, _hook_of(guard, point))
         if guard.changes_installs and _INSTALLER in sys.modules:
             owner = sys.modules[_INSTALLER]
