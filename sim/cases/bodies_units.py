@@ -29,7 +29,7 @@ from sim.cases.bodies_models import (
 )
 from sim.cases.worlds import Rank, at_node, replaced
 from sim.cuda import active_device
-from sim.session.rank import name_storages
+from sim.session.subject import name_storages
 
 if TYPE_CHECKING:
     from real.mcore.schedule import Mfsdp1F1B
@@ -123,7 +123,7 @@ def start_all(
         share_context(chunks)
     kernels = [Kernel(wrap(chunk)) for chunk in chunks]
     for chunk in chunks:
-        name_storages(rank.device, chunk)
+        name_storages(chunk, rank.device.storage_id)
     rank.observe()
     return kernels
 

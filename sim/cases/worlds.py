@@ -18,9 +18,9 @@ from sim.checks.errors import violations_of_error
 from sim.cuda import FakeDevice
 from sim.cuda.kernels import KernelRecorder
 from sim.session.megatron import frozen_imports, megatron_on_fake_cuda
-from sim.session.rank import name_storages, rank_scope
+from sim.session.rank import rank_scope
 from sim.session.sinks import begin_trace, traces_of
-from sim.session.subject import MFSDP2
+from sim.session.subject import MFSDP2, name_storages
 from sim.session.world import WorldOptions, make_world
 from sim.swap import owner_of, swapped
 from sim.world import WorldError
@@ -55,7 +55,7 @@ class Rank:
     def observe(self, root: nn.Module | None = None) -> None:
         """Records kernels from here on, after naming the storages of the units under `root`."""
         if root is not None:
-            name_storages(self.device, root)
+            name_storages(root, self.device.storage_id)
         self._open.enter_context(KernelRecorder(self.device))
 
     def name(self, tensor: torch.Tensor, unit: str, kind: str = "full weight") -> None:

@@ -22,7 +22,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from real.config import Scenario
+from real.config import Scenario, ScenarioError
 from real.output import JobOutput, StepOutput
 from real.result import RunResult, judge
 from real.trace import Sink, trace_path
@@ -109,14 +109,17 @@ def run_gloo(
 
     Args:
         scenario: The run.
-        options: How it is run; the subject must be one of `SUBJECTS`, faults have no effect.
+        options: How it is run, without faults; its subject is one that `find_subject` knows.
         out: The folder of the trace; each process writes its own file there unless there are sinks.
         sinks: Where each rank's records go after the run; none to leave them in `out`.
         progress: Shown one line of text now and then.
 
     Raises:
         WorldError: A rank failed or died, or the ranks do not agree. No process is left.
+        ScenarioError: Faults are asked for, which only ranks in one process can have.
     """
+    if options.faults:
+        raise ScenarioError(f"Expected no faults of gloo processes, got {len(options.faults)}.")
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gloo-")))
         fleet = _Fleet()

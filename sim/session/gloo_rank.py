@@ -124,7 +124,7 @@ def _run(orders: dict[str, Any], reports: _Reports) -> dict[str, Any]:
     from sim.session.megatron import frozen_imports, megatron_on_fake_cuda, rank_state
     from sim.session.options import no_progress
     from sim.session.rank import RankPlan, run_rank
-    from sim.session.subject import SUBJECTS, reference_subject
+    from sim.session.subject import find_subject, reference_subject
     from sim.world.gloo_transport import Gloo
     from sim.world.state import torch_state
     from sim.world.world import run_as_rank
@@ -158,7 +158,7 @@ def _run(orders: dict[str, Any], reports: _Reports) -> dict[str, Any]:
         file = None if folder is None else JsonlSink(trace_path(Path(folder), rank))
         sink = _Counting(file)
         plan = RankPlan(
-            subject=SUBJECTS[orders["subject"]],
+            subject=find_subject(orders["subject"]),
             kernel_steps=orders["kernel_steps"],
             records_shapes=orders["records_shapes"],
         )

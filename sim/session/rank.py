@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from torch import nn
-
 from real.config import Scenario
-from real.trace import OpKind, Recorder, Sink, recording
+from real.trace import Recorder, Sink, recording
 from sim.cuda import FakeDevice, use_device
 from sim.cuda.kernels import KernelRecorder
 from sim.cuda.shapes import ShapeRecorder
 from sim.session.options import Progress, no_progress
 from sim.session.sinks import begin_trace
-from sim.session.subject import MFSDP2, Buffer, Subject
+from sim.session.subject import MFSDP2, Subject
 from sim.world import init_process_group
 
 if TYPE_CHECKING:
@@ -38,24 +36,6 @@ def rank_scope(rank: int, world_size: int, recorder: Recorder) -> Iterator[FakeD
         init_process_group(rank, world_size)
         yield device
         recorder.close()
-
-
-def name_buffers(device: FakeDevice, buffers: Iterable[Buffer]) -> None:
-    """Names the buffers of units in the trace, as "decoder.layers.0:full weight"."""
-    for unit, kind, storage in buffers:
-        device.recorder.record(
-            OpKind.NAME,
-            storage=device.storage_id(storage),
-            name=f"{unit}:{kind}",
-            bytes=storage.nbytes(),
-        )
-
-
-def name_storages(device: FakeDevice, root: nn.Module) -> None:
-    """Names the buffers of every unit of MFSDP v2 under `root`."""
-    from real.mcore import internals
-
-    name_buffers(device, internals.unit_storages(root))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +79,7 @@ def run_rank(
         adapted = subject.adapt(scenario)
         initialize_parallel(adapted)
         job = subject.make_job(adapted)
-        name_buffers(device, subject.buffers(job))
+        subject.describe(job, device.storage_id)
 
         def on_step(step: int) -> None:
             progress(f"{subject.label}: step {step + 1} of {scenario.train_iters}")

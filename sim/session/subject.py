@@ -5,21 +5,23 @@ Nothing else in the session names a job: another thing to judge is another value
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from real.config import Scenario
+from real.config import Scenario, ScenarioError
 from real.reference import Reference
+from real.trace import OpKind, active_recorder
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
     from real.mcore.jobs import Job
 
-Buffer = tuple[str, str, "torch.UntypedStorage"]
-"""A unit, what the buffer is to it, and its storage."""
+StorageId = Callable[["torch.UntypedStorage"], int]
+"""Returns the number that a rank's trace has for a storage."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +35,7 @@ class Subject:
         label: What progress calls it.
         make_job: Builds a rank's job; model parallel groups are initialized.
         watching: Makes a context, once a process, around all ranks.
-        buffers: Lists the buffers of a job's units, which the trace names.
+        describe: Records what a job that was just built consists of.
         adapt: Changes a scenario to what this subject can train.
     """
 
@@ -41,7 +43,7 @@ class Subject:
     label: str = "scenario"
     make_job: Callable[[Scenario], Job]
     watching: Callable[[], AbstractContextManager[Any]] = nullcontext
-    buffers: Callable[[Any], Iterable[Buffer]] = lambda _: ()
+    describe: Callable[[Any, StorageId], None] = lambda _job, _storage_id: None
     adapt: Callable[[Scenario], Scenario] = lambda scenario: scenario
 
 
@@ -57,19 +59,40 @@ def _watch_nodes() -> AbstractContextManager[None]:
     return recorded_nodes()
 
 
-def _buffers_of_mfsdp2(job: Any) -> Iterable[Buffer]:
+def _describe_mfsdp2(job: Any, storage_id: StorageId) -> None:
+    name_storages(job.model.module, storage_id)
+
+
+def name_storages(root: nn.Module, storage_id: StorageId) -> None:
+    """Names the buffers of every unit of MFSDP v2, as "decoder.layers.0:full weight"."""
     from real.mcore import internals
 
-    return internals.unit_storages(job.model.module)
+    for unit, kind, storage in internals.unit_storages(root):
+        active_recorder().record(
+            OpKind.NAME,
+            storage=storage_id(storage),
+            name=f"{unit}:{kind}",
+            bytes=storage.nbytes(),
+        )
 
 
 MFSDP2: Final = Subject(
-    name="mfsdp2", make_job=_make_mfsdp2, watching=_watch_nodes, buffers=_buffers_of_mfsdp2
+    name="mfsdp2", make_job=_make_mfsdp2, watching=_watch_nodes, describe=_describe_mfsdp2
 )
 """The released MFSDP v2 under our hooks."""
 
-SUBJECTS: Final = {subject.name: subject for subject in (MFSDP2,)}
-"""By name."""
+_SUBJECTS: Final = {subject.name: subject for subject in (MFSDP2,)}
+
+
+def find_subject(name: str) -> Subject:
+    """Returns a subject by its name.
+
+    Raises:
+        ScenarioError: There is none of that name.
+    """
+    if name not in _SUBJECTS:
+        raise ScenarioError(f"Expected a target among {', '.join(_SUBJECTS)}; got {name!r}.")
+    return _SUBJECTS[name]
 
 
 def reference_subject(reference: Reference) -> Subject:
