@@ -22,7 +22,7 @@ from real.config import Scenario
 from real.reference import LOSS_BARS, Reference
 
 if TYPE_CHECKING:
-    from real.mcore.jobs import JobOutput
+    from real.output import JobOutput
 
 MAX_GRAD_REL_ERROR: Final = 1e-2
 """bf16 gradients, relative to the largest value of their tensor."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -84,6 +84,26 @@ class Trace:
         return [record for record in self.records if record["op"] not in _BULK]
 
 
+def trace_of(records: Sequence[Record], *, is_complete: bool | None = None) -> Trace:
+    """Returns what a header and the records after it say of one rank.
+
+    Args:
+        records: The header, then all others in host order.
+        is_complete: Whether the run came to its end; None asks the last record.
+    """
+    header, *others = records
+    if is_complete is None:
+        is_complete = bool(others) and others[-1]["op"] == OpKind.END
+    return Trace(
+        rank=header["rank"],
+        world_size=header["world_size"],
+        scenario=header["scenario"],
+        records=others,
+        is_complete=is_complete,
+        peers=header.get("peers"),
+    )
+
+
 def read_trace(path: Path) -> Trace:
     """Reads and validates one rank's file.
 
@@ -101,16 +121,7 @@ def read_trace(path: Path) -> Trace:
     records = [_decode(path, number, line) for number, line in enumerate(lines, start=1)]
     if not records or records[0]["op"] != OpKind.HEADER:
         raise TraceError(f"{path}:1: expected a header record, got none.")
-    header = records.pop(0)
-    is_complete = bool(records) and records[-1]["op"] == OpKind.END and not was_cut
-    return Trace(
-        rank=header["rank"],
-        world_size=header["world_size"],
-        scenario=header["scenario"],
-        records=records,
-        is_complete=is_complete,
-        peers=header.get("peers"),
-    )
+    return trace_of(records, is_complete=False if was_cut else None)
 
 
 def _decode(path: Path, number: int, line: bytes) -> Record:

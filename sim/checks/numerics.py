@@ -18,7 +18,7 @@ from sim.checks.base import Violation, unit_label
 if TYPE_CHECKING:
     import torch
 
-    from real.mcore.jobs import JobOutput
+    from real.output import JobOutput
 
 FACTOR_TOLERANCE: Final = 0.02
 """How far from 1 the factor of a whole tensor may be in the first step."""
