@@ -18,7 +18,8 @@ from real.result import RunResult, judge
 from real.trace import JsonlSink, Sink, Trace, trace_path
 from real.trace.recorder import Record
 from sim.aside import Aside, can_fork
-from sim.checks import check_numerics, check_traces, declared_units
+from sim.checks import RULES_BY_VALUE, check_numerics, declared_units
+from sim.checks import judge as judge_traces
 from sim.fuzz.findings import check_stalled
 from sim.megatron import megatron_on_fake_cuda, rank_state
 from sim.rank import run_rank
@@ -80,6 +81,7 @@ def run_in_process(
     records_shapes: bool = False,
     references: list[JobOutput] | None = None,
     reference: Reference = Reference.DDP,
+    require: Sequence[str] = (),
 ) -> RunResult:
     """Runs all ranks of a scenario in this process, and of its reference in a forked copy.
 
@@ -96,6 +98,7 @@ def run_in_process(
         records_shapes: Also record the shapes of what kernels read and write.
         references: What `run_reference` gave for this scenario; None runs it beside.
         reference: What the scenario is compared with.
+        require: Rules that must be judged.
 
     Raises:
         WorldError: A rank failed, the ranks do not agree, or a fault never came up.
@@ -131,7 +134,7 @@ def run_in_process(
                 records_shapes=records_shapes,
             )
         traces = [_trace_of(sink.records) for sink in kept]
-        violations = check_traces(traces, replay=replay or None)
+        verdict = judge_traces(traces, require=require, also=RULES_BY_VALUE, replay=replay or None)
         if aside is not None:
             references = _unpack(aside.result())
         elif references is None:
@@ -144,9 +147,11 @@ def run_in_process(
             trace=out,
             reference=reference,
         )
-        violations += check_stalled(traces, faults)
+        violations = [*verdict.violations, *check_stalled(traces, faults)]
         violations += check_numerics(outputs, references, units=declared_units(traces[0]))
-    return dataclasses.replace(result, violations=tuple(str(v) for v in violations))
+    return dataclasses.replace(
+        result, violations=tuple(str(v) for v in violations), reach=verdict.reach
+    )
 
 
 def record_traces(

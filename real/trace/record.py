@@ -126,11 +126,12 @@ FIELDS: Final[dict[OpKind, dict[str, tuple[type, ...]]]] = {
     OpKind.REMOVE: {"model": _INT},
     OpKind.UNIT: {"unit": _STR, "parameters": _INT, "trainable": _INT, "bytes": _INT},
     # One a parameter: its owner (None without one), the gradients that it gets a microbatch (0 when
-    # frozen), whether they come from a later weight-gradient call, and all its names when tied.
+    # frozen, None when nobody knows), whether they come from a later weight-gradient call, and all
+    # its names when tied.
     OpKind.PARAMETER: {
         "parameter": _STR,
         "unit": _OPT_STR,
-        "fires": _INT,
+        "fires": _OPT_INT,
         "delayed": _BOOL,
         "names": _LIST,
         "shape": _LIST,

@@ -13,6 +13,7 @@ from typing import Final
 from real.trace import OpKind, Trace
 from real.trace.recorder import Record
 from sim.checks.base import Reporter, Violation, unit_label
+from sim.checks.rules import Judges, named, records_of
 
 _KIND: Final = "main gradient"
 _CLEARS: Final = frozenset({"zero_", "_foreach_zero_", "fill_"})
@@ -21,6 +22,10 @@ _BORDERS: Final = frozenset(
     {OpKind.NAME, OpKind.REDUCE, OpKind.OPTIMIZER_STEP, OpKind.STEP, OpKind.GRAD_READ}
 )
 _ADDS: Final = frozenset({"add_", "_foreach_add_"})
+
+JUDGES: Final = (
+    Judges("I13", (records_of(OpKind.KERNEL), named(_KIND), records_of(OpKind.REDUCE))),
+)
 
 
 def check_accumulation(traces: Sequence[Trace]) -> list[Violation]:

@@ -9,11 +9,15 @@ by the first one before the end; and gradients stay where they are, since a repl
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from real.trace import OpKind, Trace
 from real.trace.recorder import Record
 from sim.checks.base import Access, Reporter, Violation
 from sim.checks.clocks import StreamClocks
+from sim.checks.rules import Judges, records_of
+
+JUDGES: Final = (Judges("I19", (records_of(OpKind.CAPTURE),)),)
 
 
 def check_capture(traces: Sequence[Trace]) -> list[Violation]:

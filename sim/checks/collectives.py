@@ -14,6 +14,7 @@ from typing import Final
 from real.trace import OpKind, Trace
 from real.trace.recorder import Record
 from sim.checks.base import Access, Reporter, Violation, unit_label
+from sim.checks.rules import SEVERAL_RANKS, Judges, records_of
 
 _MESSAGES: Final = ("send", "recv")
 _EQUAL_SIZES: Final = frozenset(
@@ -21,6 +22,10 @@ _EQUAL_SIZES: Final = frozenset(
 )
 
 Members = tuple[int, ...]
+
+JUDGES: Final = tuple(
+    Judges(rule, (records_of(OpKind.COLLECTIVE), SEVERAL_RANKS)) for rule in ("I11", "I12")
+)
 
 
 def check_collectives(traces: Sequence[Trace]) -> list[Violation]:

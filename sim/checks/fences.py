@@ -13,9 +13,16 @@ from real.trace import OpKind, Trace
 from real.trace.recorder import Record
 from sim.checks.base import Access, Reporter, Violation, unit_label
 from sim.checks.clocks import StreamClocks
+from sim.checks.rules import GATHERS, REDUCTIONS, Judges, records_of
 
 _CONSUMERS: Final = (OpKind.OPTIMIZER_STEP, OpKind.GRAD_READ)
 _REDUCTIONS: Final = ("reduce_scatter", "all_reduce")
+
+JUDGES: Final = (
+    Judges("I8", (REDUCTIONS, records_of(*_CONSUMERS))),
+    Judges("I8", (records_of(OpKind.REDUCE), records_of(*_CONSUMERS)), is_whole=False),
+    Judges("I9", (records_of(OpKind.OPTIMIZER_STEP), GATHERS)),
+)
 
 
 def check_fences(traces: Sequence[Trace]) -> list[Violation]:

@@ -15,6 +15,7 @@ from typing import Final
 from real.trace import OpKind, Trace
 from real.trace.recorder import Record
 from sim.checks.base import Place, Reporter, Violation, only, unit_label, walk
+from sim.checks.rules import COUNTED, SEVERAL_RANKS, Judges, records_of
 
 _JUDGED: Final = frozenset(
     {
@@ -24,6 +25,14 @@ _JUDGED: Final = frozenset(
         OpKind.GRADIENTS,
         OpKind.OPTIMIZER_STEP,
     }
+)
+
+JUDGES: Final = (
+    Judges("I5", (COUNTED, records_of(OpKind.HOOK), records_of(OpKind.REDUCE))),
+    Judges("I6", (records_of(OpKind.GRADIENTS),)),
+    Judges("I7", (COUNTED, records_of(OpKind.HOOK), records_of(OpKind.REDUCE))),
+    Judges("I7", (records_of(OpKind.PARAMETER), records_of(OpKind.GRADIENTS))),
+    Judges("I12", (records_of(OpKind.REDUCE), SEVERAL_RANKS), is_whole=False),
 )
 
 
@@ -43,6 +52,11 @@ class _Checker:
         self._delayed: set[str] = set()
         self._has_wgrad_nodes = any(
             r["op"] == OpKind.NODE and r["direction"] == "wgrad" for r in self._records
+        )
+        # Without hooks that tell, nobody counts what fires.
+        self._are_fires_told = any(r["op"] == OpKind.HOOK for r in self._records)
+        self._are_reductions_told = self._are_fires_told or any(
+            r["op"] == OpKind.REDUCE for r in self._records
         )
         # What happened since the unit's last reduction.
         self._fires: Counter[str] = Counter()
@@ -73,10 +87,12 @@ class _Checker:
         return self._reporter.found
 
     def _declare(self, record: Record) -> None:
-        if record["unit"] is not None and record["fires"]:
+        if record["unit"] is None:
+            return
+        if record["fires"]:
             self._declared[record["unit"]][record["parameter"]] = record["fires"]
-            if record["delayed"]:
-                self._delayed.add(record["parameter"])
+        if record["delayed"]:
+            self._delayed.add(record["parameter"])
 
     def _fire(self, record: Record, place: Place) -> None:
         unit, parameter = record["unit"], record["module"]
@@ -108,7 +124,7 @@ class _Checker:
             how_often = "twice in one" if is_in_microbatch else "more than once a"
             message = f"Unit {unit_label(unit)} is reduced {how_often} microbatch."
             self._report("I5", message, record)
-        for parameter, declared in self._declared[unit].items():
+        for parameter, declared in self._declared[unit].items() if self._are_fires_told else ():
             fires = self._fires.pop(parameter, 0)
             if fires < declared and not (fires == 0 and parameter in self._zero_filled):
                 rule = "I7" if parameter in self._delayed else "I5"
@@ -131,7 +147,7 @@ class _Checker:
             )
 
     def _end_step(self, record: Record) -> None:
-        if self._is_judged:
+        if self._is_judged or not self._are_reductions_told:
             return
         self._is_judged = True
         for unit, parameters in self._declared.items():

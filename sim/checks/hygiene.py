@@ -14,6 +14,7 @@ from typing import Final
 from real.trace import OpKind, Trace
 from real.trace.recorder import Record
 from sim.checks.base import Reporter, Violation
+from sim.checks.rules import Judges, records_of
 
 _JUDGED_POINTS: Final = ("pre_forward", "post_forward")
 
@@ -32,6 +33,11 @@ _OF_A_HOOK: Final = frozenset(
         OpKind.NVTX_PUSH,
         OpKind.NVTX_POP,
     }
+)
+
+JUDGES: Final = (
+    Judges("I16", (records_of(OpKind.INSTALL),)),
+    Judges("I16", (records_of(OpKind.HOOK),)),
 )
 
 

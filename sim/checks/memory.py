@@ -19,6 +19,7 @@ from typing import Final
 
 from real.trace import OpKind, Trace
 from sim.checks.base import Reporter, Violation, unit_label
+from sim.checks.rules import BOUND, REDUCTIONS, Judges, named, records_of
 from sim.checks.units import most_unsharded
 
 FULL: Final = "full weight"
@@ -84,6 +85,16 @@ def fsdp_bytes(trace: Trace) -> FsdpBytes | None:
         at_peak=_known(at_peak),
         peak_seq=peak_seq,
     )
+
+
+_FULL_BYTES: Final = (named(FULL), records_of(OpKind.RESIZE), records_of(OpKind.STEP))
+_GRADIENT_BYTES: Final = (records_of(OpKind.ALLOCATE), records_of(OpKind.FREE), REDUCTIONS)
+JUDGES: Final = (
+    Judges("I3", _FULL_BYTES),
+    Judges("I3", _GRADIENT_BYTES, is_whole=False),
+    Judges("I20", (*_FULL_BYTES, records_of(OpKind.UNIT), BOUND)),
+    Judges("I20", _GRADIENT_BYTES, is_whole=False),
+)
 
 
 def check_memory(traces: Sequence[Trace]) -> list[Violation]:

@@ -7,10 +7,17 @@ ranks, because their mesh averages over the ranks of equal experts only.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from real.trace import OpKind, Trace
 from real.trace.recorder import Record
 from sim.checks.base import Reporter, Violation, unit_label
+from sim.checks.rules import DIVISORS, Judges, records_of
+
+JUDGES: Final = (
+    Judges("I14", (DIVISORS,)),
+    Judges("I15", (records_of(OpKind.UNIT), records_of(OpKind.PARAMETER))),
+)
 
 
 def check_ownership(traces: Sequence[Trace]) -> list[Violation]:

@@ -8,6 +8,7 @@ from typing import Final
 from real.trace import OpKind, Trace
 from real.trace.recorder import Record
 from sim.checks.base import Reporter, Violation, unit_label
+from sim.checks.rules import Judges, records_of
 
 LEGAL: Final = frozenset(
     {
@@ -34,6 +35,11 @@ _JUDGED: Final = frozenset(
         OpKind.NVTX_POP,
         OpKind.STEP,
     }
+)
+
+JUDGES: Final = (
+    Judges("I18", (records_of(OpKind.PHASE),)),
+    Judges("I18", (records_of(OpKind.NVTX_PUSH),), is_whole=False),
 )
 
 

@@ -11,11 +11,17 @@ from typing import Final
 from real.trace import OpKind, Trace
 from real.trace.recorder import Record
 from sim.checks.base import Reporter, Violation, unit_label
+from sim.checks.rules import Judges, records_of
 
 _FORWARD_POINTS: Final = ("pre_forward", "post_forward")
 _FORWARD_EVENTS: Final = ("use in forward", "release after forward")
 _ENDS_A_HOOK: Final = frozenset(
     {OpKind.HOOK, OpKind.NODE, OpKind.NODE_END, OpKind.STEP, OpKind.FENCE, OpKind.REDUCE}
+)
+
+JUDGES: Final = (
+    Judges("I17", tuple(map(records_of, (OpKind.HOOK, OpKind.UNSHARD, OpKind.RESHARD)))),
+    Judges("I17", (records_of(OpKind.HOOK), records_of(OpKind.PHASE)), is_whole=False),
 )
 
 

@@ -23,6 +23,7 @@ from real.trace import OpKind, Trace
 from real.trace.recorder import Record
 from sim.checks.base import Access, Place, Reporter, Violation, unit_label
 from sim.checks.clocks import CallKey, StreamClocks, call_key
+from sim.checks.rules import Judges, named, records_of
 
 _READ_RULES: Final = {"main gradient": "I8", "model weight": "I9"}
 """The rule that a read in no order breaks, where it is not I1: by what the storage holds."""
@@ -72,6 +73,15 @@ class _Storage:
             if known is None or known["seq"] < self.write["seq"]:
                 newest[self.write_stream] = self.write
         return newest
+
+
+JUDGES: Final = (
+    Judges("I1", (records_of(OpKind.KERNEL), named("full weight"))),
+    Judges("I4", (records_of(OpKind.KERNEL), records_of(OpKind.RESIZE, OpKind.FREE))),
+    Judges("I8", (records_of(OpKind.KERNEL), named("main gradient"))),
+    Judges("I9", (records_of(OpKind.KERNEL), named("model weight"))),
+    Judges("I10", tuple(map(records_of, (OpKind.KERNEL, OpKind.ALLOCATE, OpKind.FREE)))),
+)
 
 
 def check_storage(traces: Sequence[Trace]) -> list[Violation]:

@@ -11,6 +11,7 @@ from typing import Final
 from real.trace import OpKind, Trace
 from real.trace.recorder import Record
 from sim.checks.base import Place, Reporter, Violation, only, unit_label, walk
+from sim.checks.rules import BOUND, Judges, records_of
 
 MOST_UNSHARDED: Final = {"none": 3, "forward": 4, "both": 5}
 """Units unsharded at the same time under combined 1F1B, by prefetch policy.
@@ -21,6 +22,14 @@ layernorm and a dense layer (both have a layer gathered from its mlp node's back
 
 
 _JUDGED: Final = frozenset({OpKind.UNSHARD, OpKind.RESHARD, OpKind.REDUCE})
+
+_UNSHARDS: Final = (records_of(OpKind.UNSHARD), records_of(OpKind.RESHARD))
+JUDGES: Final = (
+    Judges("I1", _UNSHARDS, is_whole=False),
+    Judges("I2", _UNSHARDS),
+    Judges("I3", (*_UNSHARDS, records_of(OpKind.STEP))),
+    Judges("I20", (*_UNSHARDS, BOUND)),
+)
 
 
 def check_units(traces: Sequence[Trace]) -> list[Violation]:

@@ -15,6 +15,7 @@ from real.trace import OpKind, Trace
 from real.trace.recorder import Record
 from sim.checks.base import Reporter, Violation, unit_label
 from sim.checks.clocks import StreamClocks
+from sim.checks.rules import GATHERS, Judges, records_of
 
 _USES: Final = frozenset({"pre_forward", "pre_backward"})
 _ENDS: Final = frozenset({OpKind.HOOK, OpKind.NODE, OpKind.NODE_END, OpKind.STEP})
@@ -25,6 +26,9 @@ class _Gather(NamedTuple):
 
     record: Record
     stream: int
+
+
+JUDGES: Final = (Judges("I1", (records_of(OpKind.HOOK), records_of(OpKind.UNSHARD), GATHERS)),)
 
 
 def check_uses(traces: Sequence[Trace]) -> list[Violation]:

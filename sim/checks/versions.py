@@ -7,9 +7,13 @@ moves is a fault even where nothing was saved yet: the next graph may hold it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from real.trace import OpKind, Trace
 from sim.checks.base import Reporter, Violation, unit_label
+from sim.checks.rules import Judges, records_of
+
+JUDGES: Final = (Judges("I21", (records_of(OpKind.WEIGHT_VERSION),)),)
 
 
 def check_versions(traces: Sequence[Trace]) -> list[Violation]:

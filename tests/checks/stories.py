@@ -27,7 +27,7 @@ The others are the host's:
     step begin 0 / push text / pop
     install 0 / remove 0
     unit layers.0                      `ranks 0 1`, `divisor 2`, `bytes 64` and `frozen` may follow
-    parameter layers.0.w of layers.0 x 1      `delayed` and `named a b` may follow
+    parameter layers.0.w of layers.0 x 1      `delayed` and `named a b` may follow; ? for unknown
     phase layers.0 resting > forward by use in forward
     zero_fill layers.0.w of layers.0 / gradients layers.0 present a b missing c
     version layers.0 3
@@ -221,7 +221,7 @@ def _of_hooks(words: list[str]) -> Fields:
                 "op": "parameter",
                 "parameter": name,
                 "unit": None if unit == "nobody" else unit,
-                "fires": int(fires),
+                "fires": None if fires == "?" else int(fires),
                 "delayed": "delayed" in rest,
                 "names": rest[rest.index("named") + 1 :] if "named" in rest else [name],
                 "shape": [4, 4],

@@ -195,6 +195,7 @@ def test_a_gradient_that_is_not_there_is_found(story: Story) -> None:
 DELAYED = """
     parameter layers.0.w of layers.0 x 1 delayed
     node mlp backward layers.0 0
+    hook pre_backward layers.0
     end mlp backward
     node mlp wgrad layers.0 0
     {inside}
