@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from real.trace.record import SCHEMA_VERSION, OpKind, TraceError, validate_record
+from real.trace.record import OPTIONAL_OF, SCHEMA_VERSION, OpKind, TraceError, validate_record
 from real.trace.recorder import Record
 
 _FLUSH_EVERY = 256
 _BULK = frozenset({OpKind.KERNEL, OpKind.ALLOCATE, OpKind.FREE})
+LOOPBACK: Final = "loopback"
+"""The peers of a rank that was run alone."""
+
 _RANK_FILE = re.compile(r"rank(\d+)\.jsonl")
 
 
@@ -66,8 +69,11 @@ class Trace:
     """One rank's records.
 
     Attributes:
+        scenario: What was to be run.
         records: All records after the header, in host order.
-        is_complete: False when the run was cut short (no end record).
+        is_complete: False when the run was cut short.
+        why_incomplete: What shows that it was cut short.
+        header: What else the header says: target, megatron, tree, peers and bounds, if known.
     """
 
     rank: int
@@ -75,6 +81,8 @@ class Trace:
     scenario: dict[str, Any]
     records: list[Record]
     is_complete: bool
+    why_incomplete: str = ""
+    header: dict[str, Any] = field(default_factory=dict)
 
     @cached_property
     def lean_records(self) -> list[Record]:
@@ -99,21 +107,48 @@ def read_trace(path: Path) -> Trace:
     records = [_decode(path, number, line) for number, line in enumerate(lines, start=1)]
     if not records or records[0]["op"] != OpKind.HEADER:
         raise TraceError(f"{path}:1: expected a header record, got none.")
-    header = records.pop(0)
-    is_complete = bool(records) and records[-1]["op"] == OpKind.END and not was_cut
+    rank, world_size = records[0]["rank"], records[0]["world_size"]
+    if rank >= world_size:
+        raise TraceError(f"{path}:1: expected a rank below {world_size}, got {rank}.")
+    return trace_of(records, was_cut=was_cut)
+
+
+def trace_of(records: list[Record], *, was_cut: bool = False) -> Trace:
+    """Returns the trace of one rank's records, of which the first one is the header.
+
+    Args:
+        records: In host order.
+        was_cut: Whether something came after them that was lost.
+    """
+    header, records = records[0], records[1:]
+    why = "half a line at the end" if was_cut else _why_incomplete(records)
     return Trace(
         rank=header["rank"],
         world_size=header["world_size"],
         scenario=header["scenario"],
         records=records,
-        is_complete=is_complete,
+        is_complete=not why,
+        why_incomplete=why,
+        header={name: header[name] for name in OPTIONAL_OF[OpKind.HEADER] if name in header},
     )
+
+
+def _why_incomplete(records: list[Record]) -> str:
+    """Returns what shows that the run was cut short, or nothing."""
+    if not records or records[-1]["op"] != OpKind.END:
+        return "no end record"
+    end = records[-1]
+    if end["records"] != end["seq"]:
+        return f"the end counts {end['records']} records before it, not {end['seq']}"
+    if any(record["op"] == OpKind.END for record in records[:-1]):
+        return "an end record that is not the last"
+    return ""
 
 
 def _decode(path: Path, number: int, line: bytes) -> Record:
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise TraceError(f"{path}:{number}: expected one JSON object, got {line[:40]!r}.") from None
     if isinstance(record, dict) and record.get("op") == OpKind.HEADER:
         version = record.get("schema")
@@ -125,14 +160,46 @@ def _decode(path: Path, number: int, line: bytes) -> Record:
         validate_record(record)
     except ValueError as error:
         raise TraceError(f"{path}:{number}: {error}") from None
+    if record["op"] == OpKind.HEADER and number > 1:
+        raise TraceError(f"{path}:{number}: expected one header record, got another one.")
     if record["seq"] != number - 1:
         raise TraceError(f"{path}:{number}: expected seq {number - 1}, got {record['seq']}.")
     assert isinstance(record, dict)
     return record
 
 
+def why_not_whole(traces: Sequence[Trace]) -> list[str]:
+    """Returns why traces are not those of one whole run, one sentence each; empty when they are."""
+    reasons = [
+        f"cut short on rank {trace.rank}: {trace.why_incomplete or 'no end record'}"
+        for trace in traces
+        if not trace.is_complete
+    ]
+    for trace in traces:
+        if all(record["op"] == OpKind.END for record in trace.records):
+            reasons.append(f"nothing recorded on rank {trace.rank} but its header")
+    for trace in traces[1:]:
+        reasons += _disagreements(traces[0], trace)
+    return reasons
+
+
+def _disagreements(first: Trace, other: Trace) -> Iterator[str]:
+    """Yields in what the headers of two ranks differ, of what all ranks must have alike."""
+    mine = {**first.scenario, "world_size": first.world_size, **first.header}
+    theirs = {**other.scenario, "world_size": other.world_size, **other.header}
+    for name in dict.fromkeys((*mine, *theirs)):
+        if mine.get(name) != theirs.get(name):
+            yield (
+                f"rank {other.rank} is of another run: {name} is {theirs.get(name)!r} and "
+                f"{mine.get(name)!r} on rank {first.rank}"
+            )
+            return
+
+
 def read_traces(folder: Path) -> list[Trace]:
     """Reads every rank of a trace folder, in rank order.
+
+    A rank that was run alone, with something that stands for its peers, may be alone.
 
     Raises:
         TraceError: The folder holds no trace, a rank is missing, or a file cannot be read.
@@ -143,6 +210,8 @@ def read_traces(folder: Path) -> list[Trace]:
     traces = [read_trace(path) for path in paths]
     world_size = traces[0].world_size
     ranks = [trace.rank for trace in traces]
-    if ranks != list(range(world_size)):
+    if len(traces) == 1 and traces[0].header.get("peers") == LOOPBACK:
+        return traces
+    if len(ranks) != world_size or ranks != list(range(world_size)):
         raise TraceError(f"{folder}: expected the ranks 0 to {world_size - 1}, got {ranks}.")
     return traces

@@ -165,6 +165,16 @@ Nanoseconds since the trace began. Only traces of a GPU run have them, and only 
 """
 
 OPTIONAL_OF: Final[dict[OpKind, dict[str, tuple[type, ...]]]] = {
+    # What ran: the target and the release and folder of its Megatron; what stands for the other
+    # ranks ("loopback" where one rank was run alone); and bounds that the target declares: the
+    # most units that are unsharded at once, as {"unsharded": 4}.
+    OpKind.HEADER: {
+        "target": _STR,
+        "megatron": _STR,
+        "tree": _OPT_STR,
+        "peers": _STR,
+        "bounds": (dict,),
+    },
     # Shapes of the tensors read and written, each with its dtype in front: ["bf16", 64, 32].
     # Whether autograd launched it, which costs the host less than Python does.
     OpKind.KERNEL: {"shapes": _LIST, "backward": _BOOL},
@@ -178,6 +188,22 @@ OPTIONAL_OF: Final[dict[OpKind, dict[str, tuple[type, ...]]]] = {
     OpKind.HOOK: {"in_backward": _BOOL},
 }
 """Fields that records of one operation may carry."""
+
+
+_LARGEST: Final = 2**63 - 1
+
+_SIGNED: Final = frozenset({"priority", "version", *OPTIONAL})
+"""Numbers that may be negative; all others count something or are ids."""
+
+_LISTS_OF: Final[dict[str, type]] = {
+    "reads": int,
+    "writes": int,
+    "ranks": int,
+    "shape": int,
+    "names": str,
+    "present": str,
+    "missing": str,
+}
 
 
 def validate_record(record: object) -> None:
@@ -214,5 +240,76 @@ def validate_record(record: object) -> None:
         if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
             wanted = " or ".join(t.__name__ for t in types)
             raise ValueError(
-                f"Expected {wanted} in field {name!r} of a {op} record, got {value!r}."
+                f"Expected {wanted} in field {name!r} of a {op} record, got {_short(value)}."
             )
+        better = _what_belongs(name, value)
+        if better is not None:
+            raise ValueError(
+                f"Expected {better} in field {name!r} of a {op} record, got {_short(value)}."
+            )
+
+
+def _what_belongs(name: str, value: object) -> str | None:
+    """Returns what a field of the right type should hold instead, or None if it is right."""
+    if type(value) is int:
+        if name in _SIGNED:
+            return None if abs(value) <= _LARGEST else "an integer of 64 bits"
+        least = 1 if name in ("world_size", "divisor") else 0
+        if not least <= value <= _LARGEST:
+            return f"an integer of at least {least} and below 2**63"
+    elif type(value) is list:
+        return _what_list_belongs(name, value)
+    elif type(value) is dict:
+        return _what_settings_belong(name, value)
+    return None
+
+
+def _what_list_belongs(name: str, value: list[object]) -> str | None:
+    if name == "shapes":
+        return None if all(map(_is_shape, value)) else 'shapes like ["bf16", 64, 32]'
+    if _LISTS_OF[name] is str:
+        return None if all(type(entry) is str for entry in value) else "a list of texts"
+    if name == "ranks" and not value:
+        return "at least one rank"
+    return None if all(map(_is_count, value)) else "a list of numbers from 0"
+
+
+def _what_settings_belong(name: str, value: dict[str, object]) -> str | None:
+    if name == "bounds":
+        return None if all(map(_is_count, value.values())) else "numbers from 0"
+    for entry in value.values():
+        entries = entry if type(entry) is list else [entry]
+        if any(type(one) in (list, dict) for one in entries):
+            return "settings that are no deeper than a list"
+    wrong = [key for key in COUNTS if key in value and not _is_positive(value[key])]
+    return f"a number from 1 as {wrong[0]!r}" if wrong else None
+
+
+COUNTS: Final = ("num_microbatches", "expert_model_parallel_size")
+"""Settings of a scenario that readers count with."""
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value <= _LARGEST
+
+
+def _is_positive(value: object) -> bool:
+    return _is_count(value) and value != 0
+
+
+def _is_shape(value: object) -> bool:
+    return (
+        type(value) is list
+        and len(value) > 0
+        and type(value[0]) is str
+        and all(map(_is_count, value[1:]))
+    )
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+
+
+_LONGEST: Final = 80
+"""Characters of a wrong value that a message shows."""

@@ -55,14 +55,24 @@ class Recorder:
         self._models: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._num_models = 0
 
-    def header(self, *, rank: int, world_size: int, scenario: dict[str, Any]) -> None:
-        """Writes the first record. `scenario` must hold nothing that differs between equal runs."""
+    def header(
+        self, *, rank: int, world_size: int, scenario: dict[str, Any], **more: object
+    ) -> None:
+        """Writes the first record. `scenario` must hold nothing that differs between equal runs.
+
+        Args:
+            rank: This rank.
+            world_size: Of how many.
+            scenario: What is run.
+            **more: What else a header may say (`real.trace.record.OPTIONAL_OF`).
+        """
         self.record(
             OpKind.HEADER,
             schema=SCHEMA_VERSION,
             rank=rank,
             world_size=world_size,
             scenario=scenario,
+            **more,
         )
 
     def record(self, op: OpKind, **fields: object) -> int:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Final
 
 from real.reach import Reach
-from real.trace import OpKind, Trace
+from real.trace import OpKind, Trace, why_not_whole
 from sim.checks import (
     accumulation,
     capture,
@@ -115,6 +115,7 @@ def judge(
         partly=partly,
         not_judged=not_judged,
         required=tuple(require),
+        incomplete=tuple(why_not_whole(traces)),
     )
     return Verdict(violations=tuple(violations), reach=reach)
 

@@ -64,8 +64,6 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     else:
         for violation in verdict.violations:
             print(violation)
-        if cut:
-            print(f"cut short on rank {', '.join(map(str, cut))}: the end was not judged")
         for rank, counted in memory.items():
             if counted is not None:
                 print(

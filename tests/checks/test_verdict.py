@@ -211,3 +211,44 @@ def test_json_has_what_was_judged(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert result["judged"] == ["I21"]
     assert result["not_judged"]["I19"] == "no CAPTURE records"
     assert (result["required"], result["incomplete"], result["passed"]) == (["I21"], [], False)
+
+
+def write_whole(folder: Path, name: str = "I21-gather-moves-the-version") -> Path:
+    """Writes a story's trace as it is and returns its file."""
+    folder.mkdir(exist_ok=True)
+    [(path, content)] = files_of(name).items()
+    (folder / path).write_bytes(content.replace(b'"version":4', b'"version":3'))
+    return folder / path
+
+
+@pytest.mark.parametrize(
+    ("cut", "reason"),
+    [
+        (lambda lines: lines[:-1], "cut short on rank 0: no end record"),
+        (lambda lines: [*lines[:-1], lines[-1][:-9]], "cut short on rank 0: half a line"),
+        (lambda lines: lines[:1], "nothing recorded on rank 0 but its header"),
+    ],
+    ids=["between lines", "in a line", "header only"],
+)
+def test_a_trace_that_is_not_whole_never_passes(
+    tmp_path: Path,
+    cut: Callable[[list[bytes]], list[bytes]],
+    reason: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """What came after may have been broken."""
+    path = write_whole(tmp_path / "a")
+    whole = write_whole(tmp_path / "b")
+    assert main(["check", str(path.parent)]) == 0
+    path.write_bytes(b"".join(cut(path.read_bytes().splitlines(keepends=True))))
+    capsys.readouterr()
+    assert main(["check", str(path.parent)]) == 1
+    assert f"incomplete: {reason}" in capsys.readouterr().out
+    assert main(["check", str(path.parent), "--json"]) == 1
+    incomplete = json.loads(capsys.readouterr().out)["incomplete"]
+    assert any(text.startswith(reason) for text in incomplete)
+    assert main(["diff", str(path.parent), str(path.parent)]) == 1
+    out = capsys.readouterr().out
+    assert f"incomplete: {path.parent}: {reason}" in out
+    assert "\nnot comparable: " in out
+    assert main(["diff", str(whole.parent), str(whole.parent), "--json"]) == 0
