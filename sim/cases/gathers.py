@@ -10,9 +10,10 @@ from collections import Counter
 from collections.abc import Sequence
 
 from real.trace import OpKind, Trace
+from real.trace.read import walk
 from real.trace.recorder import Record
 from sim.checks import Access, Violation
-from sim.checks.base import unit_label, walk
+from sim.checks.base import unit_label
 
 
 def check_late_readers(traces: Sequence[Trace]) -> list[Violation]:

@@ -10,8 +10,9 @@ import math
 from collections.abc import Sequence
 
 from real.trace import OpKind, Trace
+from real.trace.read import walk
 from sim.checks import Violation
-from sim.checks.base import unit_label, walk
+from sim.checks.base import unit_label
 
 
 def check_reduce_inputs(traces: Sequence[Trace]) -> list[Violation]:

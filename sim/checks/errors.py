@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from typing import Final, Protocol
 
 from real.trace import OpKind, Trace
+from real.trace.read import Place, walk
 from real.trace.recorder import Record
-from sim.checks.base import Place, Violation, unit_label, walk
+from sim.checks.base import Violation, unit_label
 
 
 class RunError(Protocol):

@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from typing import Final
 
 from real.trace import OpKind, Trace
+from real.trace.read import Place, only, walk
 from real.trace.recorder import Record
-from sim.checks.base import Place, Reporter, Violation, only, unit_label, walk
+from sim.checks.base import Reporter, Violation, unit_label
 from sim.checks.rules import COUNTED, SEVERAL_RANKS, Judges, records_of
 
 _JUDGED: Final = frozenset(

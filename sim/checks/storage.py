@@ -20,8 +20,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from real.trace import OpKind, Trace
+from real.trace.read import Place
 from real.trace.recorder import Record
-from sim.checks.base import Access, Place, Reporter, Violation, unit_label
+from sim.checks.base import Access, Reporter, Violation, unit_label
 from sim.checks.clocks import CallKey, StreamClocks, call_key
 from sim.checks.rules import Judges, named, records_of
 

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from typing import Final
 
 from real.trace import OpKind, Trace
+from real.trace.read import Place, only, walk
 from real.trace.recorder import Record
-from sim.checks.base import Place, Reporter, Violation, only, unit_label, walk
+from sim.checks.base import Reporter, Violation, unit_label
 from sim.checks.rules import BOUND, Judges, records_of
 
 MOST_UNSHARDED: Final = {"none": 3, "forward": 4, "both": 5}

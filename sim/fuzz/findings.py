@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from real.trace import Trace
+from real.trace.read import walk
 from real.trace.recorder import Record
 from sim.checks import Access, Violation
-from sim.checks.base import unit_label, walk
+from sim.checks.base import unit_label
 from sim.faults import Fault, StallCollective, StallStream, format_fault, is_stall
 from sim.fuzz.order import RELEASED, REUSED, Outcome, Stalls, Surprise, run_order
 from sim.fuzz.program import Code, Program, build_program
