@@ -20,14 +20,15 @@ if TYPE_CHECKING:
 
 
 def name_storages(device: FakeDevice, root: nn.Module) -> None:
-    """Names the buffers of every unit in the trace, as "decoder.layers.0:full weight"."""
+    """Names the buffers of every unit in the trace, as the "full weight" of "decoder.layers.0"."""
     from real.mcore import internals
 
     for unit, kind, storage in internals.unit_storages(root):
         device.recorder.record(
             OpKind.NAME,
             storage=device.storage_id(storage),
-            name=f"{unit}:{kind}",
+            unit=unit,
+            kind=kind,
             bytes=storage.nbytes(),
         )
 

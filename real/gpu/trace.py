@@ -159,12 +159,12 @@ def _record(
 
 
 def name_storages(recorder: GpuRecorder, root: torch.nn.Module) -> None:
-    """Names the buffers of every unit in the trace, as "decoder.layers.0:full weight"."""
+    """Names the buffers of every unit in the trace, as the "full weight" of "decoder.layers.0"."""
     from real.mcore import internals
 
     for unit, kind, storage in internals.unit_storages(root):
         number = recorder.storage_number(storage)
-        recorder.record(OpKind.NAME, storage=number, name=f"{unit}:{kind}")
+        recorder.record(OpKind.NAME, storage=number, unit=unit, kind=kind)
 
 
 def _recorder(file: JsonlSink, *, has_durations: bool) -> GpuRecorder:

@@ -10,7 +10,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
-from real.trace.record import OPTIONAL_OF, SCHEMA_VERSION, OpKind, TraceError, validate_record
+from real.trace.record import (
+    OPTIONAL_OF,
+    READABLE_VERSIONS,
+    SCHEMA_VERSION,
+    OpKind,
+    TraceError,
+    upgraded,
+    validate_record,
+)
 from real.trace.recorder import Record
 
 _FLUSH_EVERY = 256
@@ -104,8 +112,14 @@ def read_trace(path: Path) -> Trace:
     except OSError as error:
         raise TraceError(f"{path}: cannot read the trace: {error.strerror}.") from None
     was_cut = bool(lines.pop())
-    records = [_decode(path, number, line) for number, line in enumerate(lines, start=1)]
-    if not records or records[0]["op"] != OpKind.HEADER:
+    records: list[Record] = []
+    version = SCHEMA_VERSION
+    for number, line in enumerate(lines, start=1):
+        record = _decode(path, number, line)
+        if number == 1:
+            version = _version_of(path, record)
+        records.append(_validated(path, number, upgraded(record, version)))
+    if not records:
         raise TraceError(f"{path}:1: expected a header record, got none.")
     rank, world_size = records[0]["rank"], records[0]["world_size"]
     if rank >= world_size:
@@ -149,13 +163,24 @@ def _decode(path: Path, number: int, line: bytes) -> Record:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
-        raise TraceError(f"{path}:{number}: expected one JSON object, got {line[:40]!r}.") from None
-    if isinstance(record, dict) and record.get("op") == OpKind.HEADER:
-        version = record.get("schema")
-        if version != SCHEMA_VERSION:
-            raise TraceError(
-                f"{path}:{number}: expected trace schema {SCHEMA_VERSION}, got {version!r}."
-            )
+        record = None
+    if not isinstance(record, dict):
+        raise TraceError(f"{path}:{number}: expected one JSON object, got {line[:40]!r}.")
+    return record
+
+
+def _version_of(path: Path, header: Record) -> int:
+    """Returns the schema of a file's records, of which the header is the first."""
+    if header.get("op") != OpKind.HEADER:
+        raise TraceError(f"{path}:1: expected a header record, got none.")
+    version = header.get("schema")
+    if type(version) is not int or version not in READABLE_VERSIONS:
+        known = " or ".join(map(str, READABLE_VERSIONS))
+        raise TraceError(f"{path}:1: expected trace schema {known}, got {version!r}.")
+    return version
+
+
+def _validated(path: Path, number: int, record: Record) -> Record:
     try:
         validate_record(record)
     except ValueError as error:
@@ -164,7 +189,6 @@ def _decode(path: Path, number: int, line: bytes) -> Record:
         raise TraceError(f"{path}:{number}: expected one header record, got another one.")
     if record["seq"] != number - 1:
         raise TraceError(f"{path}:{number}: expected seq {number - 1}, got {record['seq']}.")
-    assert isinstance(record, dict)
     return record
 
 

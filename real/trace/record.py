@@ -11,8 +11,11 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Final
 
-SCHEMA_VERSION: Final = 2
+SCHEMA_VERSION: Final = 3
 """Raised when a field changes its meaning; readers refuse versions they do not know."""
+
+READABLE_VERSIONS: Final = (2, 3)
+"""Versions that are read: records of the older one are converted (`upgraded`)."""
 
 
 class TraceError(ValueError):
@@ -90,7 +93,8 @@ FIELDS: Final[dict[OpKind, dict[str, tuple[type, ...]]]] = {
     OpKind.RESIZE: {"stream": _INT, "storage": _INT, "bytes": _INT, "was": _INT},
     OpKind.ALLOCATE: {"stream": _INT, "storage": _INT, "bytes": _INT},
     OpKind.FREE: {"storage": _INT},
-    OpKind.NAME: {"storage": _INT, "name": _STR},
+    # What a storage holds: a unit's "full weight", "model weight", "main gradient", ...
+    OpKind.NAME: {"storage": _INT, "unit": _STR, "kind": _STR},
     OpKind.KERNEL: {"stream": _INT, "name": _STR, "reads": _LIST, "writes": _LIST},
     OpKind.GROUP: {"group": _STR, "ranks": (list,)},
     OpKind.COLLECTIVE: {
@@ -164,7 +168,7 @@ OPTIONAL: Final[dict[str, tuple[type, ...]]] = {
 Nanoseconds since the trace began. Only traces of a GPU run have them, and only when asked for.
 """
 
-OPTIONAL_OF: Final[dict[OpKind, dict[str, tuple[type, ...]]]] = {
+_OPTIONAL_OF: Final[dict[OpKind, dict[str, tuple[type, ...]]]] = {
     # What ran: the target and the release and folder of its Megatron; what stands for the other
     # ranks ("loopback" where one rank was run alone); and bounds that the target declares: the
     # most units that are unsharded at once, as {"unsharded": 4}.
@@ -187,7 +191,17 @@ OPTIONAL_OF: Final[dict[OpKind, dict[str, tuple[type, ...]]]] = {
     # Whether autograd is running: a forward hook seen then belongs to a recomputation.
     OpKind.HOOK: {"in_backward": _BOOL},
 }
-"""Fields that records of one operation may carry."""
+
+OPTIONAL_OF: Final[dict[OpKind, dict[str, tuple[type, ...]]]] = {
+    op: {**({"chunk": _INT} if "unit" in FIELDS[op] else {}), **_OPTIONAL_OF.get(op, {})}
+    for op in OpKind
+}
+"""Fields that records of one operation may carry.
+
+Those about a unit may say in which model chunk it is; without that it is chunk 0.
+"""
+
+_ALLOWED: Final = {op: {**FIELDS[op], **OPTIONAL, **OPTIONAL_OF[op]} for op in OpKind}
 
 
 _LARGEST: Final = 2**63 - 1
@@ -206,6 +220,19 @@ _LISTS_OF: Final[dict[str, type]] = {
 }
 
 
+def upgraded(record: dict[str, object], version: int) -> dict[str, object]:
+    """Returns a record of an older schema as one of this one. What does not fit stays as it is."""
+    if version != 2 or "op" not in record:
+        return record
+    if record["op"] == OpKind.HEADER:
+        return {**record, "schema": SCHEMA_VERSION}
+    if record["op"] == OpKind.NAME and isinstance(record.get("name"), str):
+        unit, _, kind = str(record["name"]).partition(":")
+        rest = {name: value for name, value in record.items() if name != "name"}
+        return {**rest, "unit": unit, "kind": kind}
+    return record
+
+
 def validate_record(record: object) -> None:
     """Checks one decoded record against the schema.
 
@@ -222,9 +249,8 @@ def validate_record(record: object) -> None:
         raise ValueError(f"Expected 'op' to be one of {known}; got {record.get('op')!r}.") from None
     if type(record.get("seq")) is not int:
         raise ValueError(f"Expected an integer 'seq', got {record.get('seq')!r}.")
-    required = FIELDS[op]
-    allowed = {**required, **OPTIONAL, **OPTIONAL_OF.get(op, {})}
-    for name in required:
+    allowed = _ALLOWED[op]
+    for name in FIELDS[op]:
         if name not in record:
             raise ValueError(f"Expected field {name!r} in a {op} record, got none.")
     for name, value in record.items():

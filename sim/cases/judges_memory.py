@@ -63,8 +63,8 @@ def check_kept_gradients(traces: Sequence[Trace]) -> list[Violation]:
         for record, place in walk(trace.records):
             if record["op"] == OpKind.FREE:
                 live.pop(record["storage"], None)
-            elif record["op"] == OpKind.NAME and record["name"].endswith(":full gradient"):
-                unit = record["name"].partition(":")[0]
+            elif record["op"] == OpKind.NAME and record["kind"] == "full gradient":
+                unit = record["unit"]
                 for kept in sorted(set(live.values()) - {unit} - reported):
                     reported.add(kept)
                     found.append(

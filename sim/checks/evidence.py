@@ -54,7 +54,7 @@ def _words(record: Record) -> Iterator[str]:
             elif record["kind"] in ("reduce_scatter", "all_reduce"):
                 yield REDUCTIONS
     elif op == OpKind.NAME:
-        yield named(record["name"].partition(":")[2])
+        yield named(record["kind"])
     elif op == OpKind.PARAMETER:
         if record["fires"] is not None:
             yield COUNTED

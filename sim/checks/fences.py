@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from typing import Final
 
 from real.trace import OpKind, Trace
+from real.trace.read import UnitKey, unit_key
 from real.trace.recorder import Record
-from sim.checks.base import Access, Reporter, Violation, unit_label
+from sim.checks.base import Access, Reporter, Violation
 from sim.checks.clocks import StreamClocks
 from sim.checks.rules import GATHERS, REDUCTIONS, Judges, records_of
 
@@ -36,7 +37,7 @@ class _Checker:
         self._reporter = Reporter(trace)
         self._clocks = StreamClocks()
         # The newest reduction of each unit and stream.
-        self._reductions: dict[str, dict[int, Record]] = {}
+        self._reductions: dict[UnitKey, dict[int, Record]] = {}
         self._optimizer: Record | None = None
         self._written = 0  # by which record the optimizer has written all weights
         self._consumer: Record | None = None
@@ -47,7 +48,7 @@ class _Checker:
             if op == OpKind.COLLECTIVE and record["unit"] is not None:
                 if record["kind"] in _REDUCTIONS:
                     stream = self._clocks.stream_of(record)
-                    self._reductions.setdefault(record["unit"], {})[stream] = record
+                    self._reductions.setdefault(unit_key(record), {})[stream] = record
                 elif record["kind"] == "all_gather":
                     self._gather(record)
             elif op in _CONSUMERS:
@@ -75,11 +76,10 @@ class _Checker:
         ):
             return
         self._optimizer = None  # once: all gathers that follow have the same fault
-        unit = record["unit"]
+        unit = unit_key(record)
         self._reporter.report(
             "I9",
-            f"Unit {unit_label(unit)} is gathered in no order with the optimizer's write of its "
-            "weights.",
+            f"Unit {unit} is gathered in no order with the optimizer's write of its weights.",
             unit=unit,
             first=self._reporter.access(optimizer["seq"], optimizer["stream"], "optimizer writes"),
             second=self._access(record, stream, "reads"),
@@ -99,14 +99,13 @@ class _Checker:
                     continue
                 self._reporter.report(
                     "I8",
-                    f"Gradients of unit {unit_label(unit)} are read in no order with their last "
-                    "reduction.",
+                    f"Gradients of unit {unit} are read in no order with their last reduction.",
                     unit=unit,
                     first=self._access(reduction, other, "writes"),
                     second=self._reporter.access(record["seq"], stream, f"{reader} reads"),
                     missing=f"{self._label(stream)} never waits for "
                     f"{'the work of ' if other < 0 else ''}the {reduction['kind']} of "
-                    f"{unit_label(unit)} on {self._label(other)} in record {reduction['seq']}",
+                    f"{unit} on {self._label(other)} in record {reduction['seq']}",
                 )
 
     def _late(self, record: Record) -> None:
@@ -114,14 +113,14 @@ class _Checker:
         assert consumer is not None
         self._reporter.report(
             "I8",
-            f"Unit {unit_label(record['unit'])} is reduced after the gradients of the step were "
+            f"Unit {unit_key(record)} is reduced after the gradients of the step were "
             f"read in record {consumer['seq']}.",
-            unit=record["unit"],
+            unit=unit_key(record),
             seq=record["seq"],
         )
 
     def _access(self, record: Record, stream: int, verb: str) -> Access:
-        what = f"{record['kind']} of {unit_label(record['unit'])} {verb}"
+        what = f"{record['kind']} of {unit_key(record)} {verb}"
         return self._reporter.access(record["seq"], stream, what, self._label(stream))
 
     def _label(self, stream: int) -> str:

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from typing import Final
 
 from real.trace import OpKind, Trace
-from real.trace.read import Place, only, walk
+from real.trace.read import Place, UnitKey, only, unit_key, walk
 from real.trace.recorder import Record
-from sim.checks.base import Reporter, Violation, unit_label
+from sim.checks.base import Reporter, Violation
 from sim.checks.rules import BOUND, Judges, records_of
 
 MOST_UNSHARDED: Final = {"none": 3, "forward": 4, "both": 5}
@@ -57,9 +57,9 @@ class _Checker:
     def __init__(self, trace: Trace) -> None:
         self._records = only(trace, _JUDGED)
         self._reporter = Reporter(trace)
-        self._unsharded: set[str] = set()
+        self._unsharded: set[UnitKey] = set()
         self._bound = most_unsharded(trace)
-        self._reduced_unsharded: set[str] = set()
+        self._reduced_unsharded: set[UnitKey] = set()
 
     def run(self) -> list[Violation]:
         for record, place in walk(self._records):
@@ -69,46 +69,43 @@ class _Checker:
             elif op == OpKind.RESHARD:
                 self._reshard(record, place)
             elif op == OpKind.REDUCE:
-                if record["unit"] in self._unsharded:
-                    self._reduced_unsharded.add(record["unit"])
+                if unit_key(record) in self._unsharded:
+                    self._reduced_unsharded.add(unit_key(record))
             elif op == OpKind.STEP:
                 for unit in sorted(self._unsharded):
-                    label = unit_label(unit)
                     self._report(
-                        "I3", f"Unit {label} is unsharded at the end of a step.", record, unit
+                        "I3", f"Unit {unit} is unsharded at the end of a step.", record, unit
                     )
                 self._unsharded.clear()
         return self._reporter.found
 
     def _unshard(self, record: Record) -> None:
-        unit = record["unit"]
-        label = unit_label(unit)
+        unit = unit_key(record)
         if record["gathered"] and unit in self._unsharded:
-            self._report("I2", f"Unit {label} is gathered while it is unsharded.", record, unit)
+            self._report("I2", f"Unit {unit} is gathered while it is unsharded.", record, unit)
         if not record["gathered"] and unit not in self._unsharded:
-            self._report("I1", f"Unit {label} is taken as unsharded and is not.", record, unit)
+            self._report("I1", f"Unit {unit} is taken as unsharded and is not.", record, unit)
         self._unsharded.add(unit)
         if self._bound is not None and len(self._unsharded) > self._bound:
-            names = ", ".join(str(unit_label(name)) for name in sorted(self._unsharded))
+            names = ", ".join(str(name) for name in sorted(self._unsharded))
             self._report(
                 "I20", f"Expected at most {self._bound} units unsharded, got {names}.", record, unit
             )
             self._bound = None  # once a run: the rest follows from it
 
     def _reshard(self, record: Record, place: Place) -> None:
-        unit = record["unit"]
-        label = unit_label(unit)
+        unit = unit_key(record)
         if unit not in self._unsharded:
-            self._report("I3", f"Unit {label} is released and was not gathered.", record, unit)
+            self._report("I3", f"Unit {unit} is released and was not gathered.", record, unit)
         self._unsharded.discard(unit)
         if unit in self._reduced_unsharded and str(place.hook).startswith("post_gradient"):
             self._report(
                 "I20",
-                f"Unit {label} is released after its gradient buffer was allocated.",
+                f"Unit {unit} is released after its gradient buffer was allocated.",
                 record,
                 unit,
             )
         self._reduced_unsharded.discard(unit)
 
-    def _report(self, rule: str, message: str, record: Record, unit: str) -> None:
+    def _report(self, rule: str, message: str, record: Record, unit: UnitKey) -> None:
         self._reporter.report(rule, message, unit=unit, seq=record["seq"])

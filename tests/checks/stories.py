@@ -31,6 +31,8 @@ The others are the host's:
     phase layers.0 resting > forward by use in forward
     zero_fill layers.0.w of layers.0 / gradients layers.0 present a b missing c
     version layers.0 3
+
+A unit in another model chunk than the first one is layers.0@1.
 """
 
 from __future__ import annotations
@@ -57,6 +59,7 @@ def story(
     records = []
     for line in filter(None, map(str.strip, text.splitlines())):
         record = {"seq": len(records) + 1, **parser.parse(line, len(records) + 1)}
+        record = _in_its_chunk(record)
         validate_record(record)
         records.append(record)
     return Trace(
@@ -174,10 +177,9 @@ class _Parser:
             case ["free", storage]:
                 return {"op": "free", "storage": int(storage)}
             case ["name", storage, *name, "=", size]:
-                named = {"op": "name", "storage": int(storage), "name": " ".join(name)}
-                return {**named, "bytes": int(size)}
+                return {**_name(storage, name), "bytes": int(size)}
             case ["name", storage, *name]:
-                return {"op": "name", "storage": int(storage), "name": " ".join(name)}
+                return _name(storage, name)
             case ["group", name, *ranks]:
                 return {"op": "group", "group": name, "ranks": _numbers(ranks)}
             case ["role", stream, role]:
@@ -202,6 +204,17 @@ class _Parser:
             case ["pop"]:
                 return {"op": "nvtx_pop"}
         return _of_hooks(words)
+
+
+def _name(storage: str, words: list[str]) -> Fields:
+    unit, _, kind = " ".join(words).partition(":")
+    return {"op": "name", "storage": int(storage), "unit": unit, "kind": kind}
+
+
+def _in_its_chunk(record: Fields) -> Fields:
+    """Returns a record with the chunk that its unit's name ends in, as in layers.0@1."""
+    name, at, chunk = str(record.get("unit")).partition("@")
+    return {**record, "unit": name, "chunk": int(chunk)} if at else record
 
 
 def _of_hooks(words: list[str]) -> Fields:

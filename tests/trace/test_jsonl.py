@@ -163,7 +163,9 @@ def test_a_newer_schema_is_refused_before_its_fields_are_looked_at(tmp_path: Pat
     path = write_rank(tmp_path)
     newer = SCHEMA_VERSION + 1
     change_line(path, 1, lambda record: record.update(schema=newer, more=1))
-    assert message_of(path) == f"{path}:1: expected trace schema {SCHEMA_VERSION}, got {newer}."
+    assert (
+        message_of(path) == f"{path}:1: expected trace schema 2 or {SCHEMA_VERSION}, got {newer}."
+    )
 
 
 @pytest.mark.parametrize(
@@ -402,3 +404,46 @@ def test_ranks_of_two_runs_are_no_whole_run(
     write_rank(tmp_path, 0, 2)
     change_line(write_rank(tmp_path, 1, 2), 1, lambda record: record.update(change))
     assert why_not_whole(read_traces(tmp_path)) == [f"rank 1 is of another run: {reason}"]
+
+
+# -- an older schema --------------------------------------------------------------------------
+
+
+def test_a_trace_of_the_schema_before_is_read_as_one_of_this(tmp_path: Path) -> None:
+    """It named a storage in one text; what was recorded on rented GPUs must stay readable."""
+    path = write_rank(tmp_path)
+    change_line(path, 1, lambda record: record.update(schema=2))
+    named = {"seq": 2, "op": "name", "storage": 7, "name": "decoder.layers.0:full weight"}
+    change_line(path, 3, lambda record: (record.clear(), record.update(named)))
+    assert read_trace(path).records[1] == {
+        "seq": 2,
+        "op": "name",
+        "storage": 7,
+        "unit": "decoder.layers.0",
+        "kind": "full weight",
+    }
+
+
+def test_a_name_in_one_text_is_refused_in_this_schema(tmp_path: Path) -> None:
+    """Only an older trace may have it."""
+    path = write_rank(tmp_path)
+    named = {"seq": 2, "op": "name", "storage": 7, "name": "decoder.layers.0:full weight"}
+    change_line(path, 3, lambda record: (record.clear(), record.update(named)))
+    assert message_of(path).endswith("Expected field 'unit' in a name record, got none.")
+
+
+@pytest.mark.parametrize("version", [1, None, "3", True, 3.0])
+def test_a_schema_that_nobody_knows_is_refused(tmp_path: Path, version: object) -> None:
+    """By name."""
+    path = write_rank(tmp_path)
+    change_line(path, 1, lambda record: record.update(schema=version))
+    assert message_of(path) == f"{path}:1: expected trace schema 2 or 3, got {version!r}."
+
+
+def test_any_record_about_a_unit_may_name_its_chunk(tmp_path: Path) -> None:
+    """And no other."""
+    path = write_rank(tmp_path)
+    change_line(path, 3, lambda record: record.update(chunk=1))
+    assert read_trace(path).records[1]["chunk"] == 1
+    change_line(path, 2, lambda record: record.update(chunk=1))
+    assert message_of(path).endswith("Expected no further fields in a step record, got chunk.")
