@@ -83,6 +83,16 @@ def named_storages(trace: Trace) -> dict[int, Named]:
     return {r["storage"]: named_of(r) for r in trace.lean_records if r["op"] == OpKind.NAME}
 
 
+def bound(trace: Trace, name: str) -> int | None:
+    """Returns a bound that the target declared in the header, or None.
+
+    "unsharded" is the most units that are unsharded at once, "reductions" how often each unit is
+    reduced in a step.
+    """
+    bounds: dict[str, int] = trace.header.get("bounds", {})
+    return bounds.get(name)
+
+
 # -- streams ----------------------------------------------------------------------------------
 
 

@@ -171,7 +171,7 @@ Nanoseconds since the trace began. Only traces of a GPU run have them, and only 
 _OPTIONAL_OF: Final[dict[OpKind, dict[str, tuple[type, ...]]]] = {
     # What ran: the target and the release and folder of its Megatron; what stands for the other
     # ranks ("loopback" where one rank was run alone); and bounds that the target declares: the
-    # most units that are unsharded at once, as {"unsharded": 4}.
+    # most units unsharded at once, reductions of a unit a step: {"unsharded": 4, "reductions": 1}.
     OpKind.HEADER: {
         "target": _STR,
         "megatron": _STR,

@@ -6,11 +6,11 @@ them) and I9 (the first gather of a step comes after the optimizer's write).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 from real.trace import OpKind, Trace
-from real.trace.read import UnitKey, unit_key
+from real.trace.read import UnitKey, named_storages, stream_roles, unit_key
 from real.trace.recorder import Record
 from sim.checks.base import Access, Reporter, Violation
 from sim.checks.clocks import StreamClocks
@@ -18,6 +18,7 @@ from sim.checks.rules import GATHERS, REDUCTIONS, Judges, records_of
 
 _CONSUMERS: Final = (OpKind.OPTIMIZER_STEP, OpKind.GRAD_READ)
 _REDUCTIONS: Final = ("reduce_scatter", "all_reduce")
+_WEIGHTS: Final = ("main weight", "model weight")
 
 JUDGES: Final = (
     Judges("I8", (REDUCTIONS, records_of(*_CONSUMERS))),
@@ -39,7 +40,10 @@ class _Checker:
         # The newest reduction of each unit and stream.
         self._reductions: dict[UnitKey, dict[int, Record]] = {}
         self._optimizer: Record | None = None
-        self._written = 0  # by which record the optimizer has written all weights
+        # By which record of which stream the optimizer has written all weights.
+        self._written: dict[int, int] = {}
+        self._writes = _weight_writes(trace)
+        self._joins = _side_joins(trace)
         self._consumer: Record | None = None
 
     def run(self) -> list[Violation]:
@@ -64,33 +68,51 @@ class _Checker:
         if record["event"] == "begin":
             self._reductions.clear()
             self._consumer = None
-        elif self._consumer is self._optimizer:
-            # The optimizer's record is its beginning. The host may look at values inside of it.
-            self._written = record["seq"]
+        elif self._optimizer is not None and self._consumer is self._optimizer:
+            self._written = self._written_by(self._optimizer, record["seq"])
+
+    def _written_by(self, optimizer: Record, end: int) -> dict[int, int]:
+        """Returns the last record of each stream on which an optimizer step writes weights.
+
+        Its own record is only where it begins, and the host may look at values inside of it. So it
+        is dated by the kernels that write weights; without kernels by the end of the step, and on a
+        side stream by where the compute stream joins it.
+        """
+        writes = self._writes.get(optimizer["seq"])
+        return writes or {optimizer["stream"]: self._joins.get(optimizer["seq"], end)}
 
     def _gather(self, record: Record) -> None:
         optimizer = self._optimizer
+        if optimizer is None:
+            return
         stream = self._clocks.stream_of(record)
-        if optimizer is None or self._clocks.is_ordered_after(
-            stream, optimizer["stream"], self._written
-        ):
+        late = [
+            (other, seq)
+            for other, seq in self._written.items()
+            if not self._clocks.is_ordered_after(stream, other, seq)
+        ]
+        if not late:
             return
         self._optimizer = None  # once: all gathers that follow have the same fault
+        [(other, seq), *_] = late
+        if other == optimizer["stream"]:
+            seq = optimizer["seq"]  # the step is known by where it begins
         unit = unit_key(record)
         self._reporter.report(
             "I9",
             f"Unit {unit} is gathered in no order with the optimizer's write of its weights.",
             unit=unit,
-            first=self._reporter.access(optimizer["seq"], optimizer["stream"], "optimizer writes"),
+            first=self._reporter.access(seq, other, "optimizer writes"),
             second=self._access(record, stream, "reads"),
             missing=f"{self._label(stream)} never waits for the optimizer step on "
-            f"{self._label(optimizer['stream'])} in record {optimizer['seq']}",
+            f"{self._label(other)} in record {seq}",
         )
 
     def _consume(self, record: Record) -> None:
         self._consumer = record
         if record["op"] == OpKind.OPTIMIZER_STEP:
-            self._optimizer, self._written = record, record["seq"]
+            self._optimizer = record
+            self._written = {record["stream"]: record["seq"]}
         reader = "optimizer" if record["op"] == OpKind.OPTIMIZER_STEP else record["by"]
         stream = record["stream"]
         for unit, by_stream in self._reductions.items():
@@ -126,3 +148,56 @@ class _Checker:
     def _label(self, stream: int) -> str:
         group = self._clocks.communicator(stream)
         return self._reporter.stream(stream) if group is None else f"the stream of group {group}"
+
+
+def _windows(trace: Trace) -> Iterator[tuple[Record, list[Record]]]:
+    """Yields each optimizer step with the records from it to the border of its step."""
+    if not trace.records:
+        return
+    offset = trace.records[0]["seq"]
+    optimizer: Record | None = None
+    for record in trace.lean_records:
+        if record["op"] == OpKind.OPTIMIZER_STEP:
+            optimizer = record
+        elif record["op"] == OpKind.STEP and optimizer is not None:
+            yield optimizer, trace.records[optimizer["seq"] - offset : record["seq"] - offset]
+            optimizer = None
+
+
+def _weight_writes(trace: Trace) -> dict[int, dict[int, int]]:
+    """Returns the last kernel of each stream that writes weights, by optimizer step.
+
+    Weights are what is named so, and what gathers of units read.
+    """
+    weights = {number for number, held in named_storages(trace).items() if held.kind in _WEIGHTS}
+    for record in trace.lean_records:
+        if record["op"] == OpKind.COLLECTIVE and record["kind"] == "all_gather":
+            if record["unit"] is not None:
+                weights.update(record["reads"])
+    return {
+        optimizer["seq"]: {
+            record["stream"]: record["seq"]
+            for record in inside
+            if record["op"] == OpKind.KERNEL and not weights.isdisjoint(record["writes"])
+        }
+        for optimizer, inside in _windows(trace)
+    }
+
+
+def _side_joins(trace: Trace) -> dict[int, int]:
+    """Returns the last point of a side stream that the compute stream joins, by optimizer step."""
+    compute = [stream for stream, role in stream_roles(trace).items() if role == "compute"]
+    joins: dict[int, int] = {}
+    for optimizer, inside in _windows(trace) if compute else ():
+        side = optimizer["stream"]
+        events = {
+            r["seq"] for r in inside if r["op"] == OpKind.EVENT_RECORD and r["stream"] == side
+        }
+        for record in inside if side not in compute else ():
+            if record.get("stream") not in compute:
+                continue
+            if record["op"] == OpKind.EVENT_WAIT and record["record"] in events:
+                joins[optimizer["seq"]] = record["record"]
+            elif record["op"] == OpKind.STREAM_WAIT and record["on"] == side:
+                joins[optimizer["seq"]] = record["seq"]
+    return joins

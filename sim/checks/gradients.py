@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from real.trace import OpKind, Trace
-from real.trace.read import Place, UnitKey, only, unit_key, walk
+from real.trace.read import Place, UnitKey, bound, only, unit_key, walk
 from real.trace.recorder import Record
 from sim.checks.base import Reporter, Violation, unit_label
 from sim.checks.rules import COUNTED, SEVERAL_RANKS, Judges, records_of
@@ -47,7 +47,11 @@ class _Checker:
     def __init__(self, trace: Trace) -> None:
         self._records = only(trace, _JUDGED)
         self._reporter = Reporter(trace)
-        self._num_microbatches: int | None = trace.scenario.get("num_microbatches")
+        declared = bound(trace, "reductions")
+        settings = trace.scenario
+        self._num_reductions: int | None = (
+            settings.get("num_microbatches") if declared is None else declared
+        )
         # What was declared, by unit.
         self._declared: dict[UnitKey, dict[UnitKey, int]] = defaultdict(dict)
         self._delayed: set[UnitKey] = set()
@@ -122,7 +126,7 @@ class _Checker:
         self._in_step[unit] += 1
         # The plain schedule runs no nodes, so no record has a microbatch: judge the step.
         is_in_microbatch = place.microbatch is not None
-        allowed = 1 if is_in_microbatch else self._num_microbatches
+        allowed = 1 if is_in_microbatch else self._num_reductions
         if allowed and self._reductions[unit, place.microbatch] == allowed + 1:
             how_often = "twice in one" if is_in_microbatch else "more than once a"
             message = f"Unit {unit} is reduced {how_often} microbatch."
@@ -155,12 +159,12 @@ class _Checker:
             return
         self._is_judged = True
         for unit, parameters in self._declared.items():
-            expected = self._num_microbatches
+            expected = self._num_reductions
             if parameters and expected is not None and self._in_step[unit] < expected:
                 self._report(
                     "I5",
-                    f"Unit {unit} is reduced {self._in_step[unit]} times in a step of "
-                    f"{expected} microbatches.",
+                    f"Unit {unit} is reduced {self._in_step[unit]} times in a step, not "
+                    f"{expected}.",
                     record,
                     unit,
                 )

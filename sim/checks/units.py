@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from real.trace import OpKind, Trace
-from real.trace.read import Place, UnitKey, only, unit_key, walk
+from real.trace.read import Place, UnitKey, bound, only, unit_key, walk
 from real.trace.recorder import Record
 from sim.checks.base import Reporter, Violation
 from sim.checks.rules import BOUND, Judges, records_of
@@ -39,18 +39,24 @@ def check_units(traces: Sequence[Trace]) -> list[Violation]:
 
 
 def most_unsharded(trace: Trace) -> int | None:
-    """Returns how many units may be unsharded at once, or None where other hooks decide."""
+    """Returns how many units may be unsharded at once, or None where nobody says.
+
+    The target says it in the header; without that it is the bound of our hooks' policy.
+    """
+    declared = bound(trace, "unsharded")
+    if declared is not None:
+        return declared
     scenario = trace.scenario
     if not scenario.get("overlap_moe_expert_parallel_comm", False):
         return None
-    bound = MOST_UNSHARDED.get(scenario.get("prefetch", ""))
-    if bound is None:
+    most = MOST_UNSHARDED.get(scenario.get("prefetch", ""))
+    if most is None:
         return None
     is_recomputed = scenario.get("recompute_granularity") == "selective"
-    bound += is_recomputed and "layernorm" in str(scenario.get("recompute_modules"))
-    bound += "0" in str(scenario.get("moe_layer_freq"))
+    most += is_recomputed and "layernorm" in str(scenario.get("recompute_modules"))
+    most += "0" in str(scenario.get("moe_layer_freq"))
     has_frozen = any(r["op"] == OpKind.UNIT and r["trainable"] == 0 for r in trace.lean_records)
-    return bound + has_frozen
+    return most + has_frozen
 
 
 class _Checker:
