@@ -6,31 +6,15 @@ from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TYPE_CHECKING
 
-from torch import nn
-
 from real.config import Scenario
 from real.reference import Reference
-from real.trace import OpKind, Recorder, Sink, recording
+from real.trace import Recorder, Sink, recording
 from sim.cuda import FakeDevice, use_device
 from sim.cuda.kernels import KernelRecorder
 from sim.cuda.shapes import ShapeRecorder
 
 if TYPE_CHECKING:
     from real.mcore.jobs import JobOutput
-
-
-def name_storages(device: FakeDevice, root: nn.Module) -> None:
-    """Names the buffers of every unit in the trace, as the "full weight" of "decoder.layers.0"."""
-    from real.mcore import internals
-
-    for unit, kind, storage in internals.unit_storages(root):
-        device.recorder.record(
-            OpKind.NAME,
-            storage=device.storage_id(storage),
-            unit=unit,
-            kind=kind,
-            bytes=storage.nbytes(),
-        )
 
 
 def run_rank(
@@ -58,6 +42,7 @@ def run_rank(
         records_shapes: Also record the shapes of what they read and write.
         reference: Which reference, with `is_reference`.
     """
+    from real.mcore import watch_table
     from real.mcore.distopt import make_reference
     from real.mcore.jobs import FsdpJob, Job, run_job
     from real.mcore.model import initialize_parallel
@@ -76,7 +61,7 @@ def run_rank(
             job: Job = make_reference(scenario, reference)
         else:
             job = FsdpJob(scenario)
-            name_storages(device, job.model.module)
+            watch_table.describe(job.model, device.storage_id)
 
         def around_step(step: int) -> AbstractContextManager[object]:
             if step not in kernel_steps:

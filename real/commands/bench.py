@@ -1,4 +1,7 @@
-"""`torchrun -m real bench`: times variants of one or more scenarios by turns."""
+"""`torchrun -m real bench`: times variants of one or more scenarios by turns.
+
+With `--peers loopback` it is `python -m real bench`, and one GPU stands for one rank of any job.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,18 @@ import json
 from pathlib import Path
 from typing import Any
 
-from real.commands.common import CONFIGS, add_scenario, add_watch, fail, is_first_rank, scenario_of
-from real.config import Scenario, load_scenario
-from real.flags import scenario_overrides
+from real.commands.common import (
+    CONFIGS,
+    add_peers,
+    add_scenario,
+    add_watch,
+    fail,
+    is_first_rank,
+    read_scenario,
+    scenario_of,
+    seat_of,
+)
+from real.config import Scenario
 from real.variants import MAIN_VARIANTS, VARIANTS
 
 GRID = CONFIGS / "grid"
@@ -43,6 +55,7 @@ def add(commands: Any) -> None:
         help="with --grid: visits to each scenario, as a host's speed drifts (default: 1)",
     )
     bench.add_argument("--out", type=Path, metavar="FILE", help="with --grid: also write there")
+    add_peers(bench)
     add_watch(bench)
 
 
@@ -59,7 +72,8 @@ def run(arguments: argparse.Namespace) -> int:
         return _run_grid(arguments, names)
     if arguments.out is not None or arguments.rounds != 1:
         return fail("Expected --out and --rounds with --grid only.")
-    scenario = scenario_of(arguments)
+    seat = seat_of(arguments)
+    scenario = scenario_of(arguments, is_launched=seat is None)
     from real.gpu.bench import run_bench
     from real.gpu.watchdog import watched
 
@@ -67,11 +81,15 @@ def run(arguments: argparse.Namespace) -> int:
     with watched(
         timeout_s=arguments.timeout, folder=arguments.report, has_records=False
     ) as progress:
-        results = run_bench(scenario, names, repeats=arguments.repeats, on_progress=progress)
+        results = run_bench(
+            scenario, names, repeats=arguments.repeats, seat=seat, on_progress=progress
+        )
     if is_first_rank():
         if arguments.json:
             print(json.dumps(results))
         else:
+            if seat is not None:
+                print(f"rank {seat.rank} of {seat.world_size}, {seat.as_dict()['note']}")
             for name, values in results.items():
                 peak = values["peak_bytes_above_rest"] / 2**30
                 print(f"{name:>20}  {values['step_ms']:>9.2f} ms  {peak:>7.2f} GiB above rest")
@@ -81,11 +99,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _run_grid(arguments: argparse.Namespace, variants: list[str]) -> int:
-    from real.gpu.world import scenario_of_launch
-
-    overrides = scenario_overrides(arguments)
+    seat = seat_of(arguments)
     scenarios: dict[str, Scenario] = {
-        path.stem: scenario_of_launch(load_scenario(path).changed(**overrides))
+        path.stem: read_scenario(path, arguments, is_launched=seat is None)
         for path in sorted(arguments.grid.glob("*.toml"))
     }
     if not scenarios:
@@ -129,6 +145,7 @@ def _run_grid(arguments: argparse.Namespace, variants: list[str]) -> int:
             repeats=arguments.repeats,
             rounds=arguments.rounds,
             report=report,
+            seat=seat,
             on_progress=progress,
         )
     return 0

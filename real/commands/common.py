@@ -6,10 +6,13 @@ import argparse
 import os
 import sys
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from real.config import Scenario, load_scenario
+from real.config import Scenario, ScenarioError, load_scenario
 from real.flags import BAD_INPUT, add_scenario_flags, scenario_overrides
+
+if TYPE_CHECKING:
+    from real.gpu.loopback import Seat
 
 DEFAULT_TIMEOUT_S: Final = 300.0
 DEFAULT_FOLDER: Final = Path("runs") / "standing"
@@ -56,14 +59,74 @@ def add_watch(command: argparse.ArgumentParser) -> None:
     )
 
 
-def scenario_of(arguments: argparse.Namespace) -> Scenario:
-    """Returns the scenario of a command line, with torchrun's number of ranks.
+def add_peers(command: argparse.ArgumentParser) -> None:
+    """Adds the flags of a process that stands for one rank of a job, alone."""
+    command.add_argument(
+        "--peers",
+        choices=("nccl", "loopback"),
+        default="nccl",
+        help="loopback: one GPU, without torchrun, stands for one rank of any job; what the other "
+        "ranks would send is made of its own, so losses mean nothing (default: %(default)s)",
+    )
+    command.add_argument(
+        "--rank",
+        type=int,
+        metavar="R",
+        help="with --peers loopback and --world-size: which rank to stand for",
+    )
+
+
+def seat_of(arguments: argparse.Namespace) -> Seat | None:
+    """Returns the rank that this process stands for, alone; None for one that torchrun launched.
+
+    Raises:
+        ScenarioError: The flags make no rank of a job.
+    """
+    rank, world_size = arguments.rank, arguments.world_size
+    if arguments.peers != "loopback":
+        if rank is not None:
+            raise ScenarioError(f"Expected --rank with --peers loopback only, got --rank {rank}.")
+        return None
+    launched = os.environ.get("WORLD_SIZE", "1")
+    if launched != "1":
+        raise ScenarioError(
+            f"Expected --peers loopback without torchrun, got one process of {launched}."
+        )
+    for name, value in (("world-size", world_size), ("rank", rank)):
+        if value is None:
+            raise ScenarioError(f"Expected --{name} with --peers loopback, got none.")
+    if not 0 <= rank < world_size:
+        raise ScenarioError(
+            f"Expected --rank of 0 or more and less than --world-size {world_size}, got {rank}."
+        )
+    from real.gpu.loopback import Seat
+
+    return Seat(rank, world_size)
+
+
+def read_scenario(
+    path: Path, arguments: argparse.Namespace, *, is_launched: bool = True
+) -> Scenario:
+    """Returns the scenario of a file with the flags of a command line.
+
+    Args:
+        path: The file.
+        arguments: The flags.
+        is_launched: Whether the number of ranks is torchrun's; else it is the flag's.
 
     Raises:
         ScenarioError: It cannot be run.
     """
     from real.gpu.world import scenario_of_launch
 
-    return scenario_of_launch(
-        load_scenario(arguments.scenario).changed(**scenario_overrides(arguments))
-    )
+    scenario = load_scenario(path).changed(**scenario_overrides(arguments))
+    return scenario_of_launch(scenario) if is_launched else scenario
+
+
+def scenario_of(arguments: argparse.Namespace, *, is_launched: bool = True) -> Scenario:
+    """Returns the scenario of a command line that names one file.
+
+    Raises:
+        ScenarioError: It cannot be run.
+    """
+    return read_scenario(arguments.scenario, arguments, is_launched=is_launched)

@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import Any
 
-from real.commands.common import DIFFERS, add_scenario, add_watch, scenario_of
+from real.commands.common import DIFFERS, add_peers, add_scenario, add_watch, scenario_of
 from real.config import ScenarioError
 from real.reference import Reference, check_reference
 from real.result import as_json, format_table
@@ -34,11 +34,16 @@ def add(commands: Any) -> None:
         help="short for --no-overlap-moe-expert-parallel-comm --no-delay-wgrad-compute, and for "
         "--overlap-moe-expert-parallel-comm",
     )
+    add_peers(parity)
     add_watch(parity)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs both jobs; the first rank prints the comparison."""
+    if arguments.peers == "loopback" or arguments.rank is not None:
+        raise ScenarioError(
+            "Expected all ranks of a comparison, got one: with loopback peers losses mean nothing."
+        )
     _apply_schedule(arguments)
     scenario = scenario_of(arguments)
     check_reference(scenario, arguments.reference)

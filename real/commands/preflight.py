@@ -30,7 +30,8 @@ def run(arguments: argparse.Namespace) -> int:
     num_gpus = arguments.gpus if arguments.gpus is not None else torch.cuda.device_count()
     missing = missing_gpus(max(1, num_gpus))
     num_ranks = num_gpus * arguments.nodes
-    if not missing and num_ranks % 2:
+    # One GPU alone stands for one rank of a job (`--peers loopback`).
+    if not missing and num_ranks % 2 and num_ranks > 1:
         missing.append(f"expected an even number of GPUs in all (EP2), got {num_ranks}")
     missing += missing_packages(has_te=True, imports_te=not missing)
     if arguments.json:

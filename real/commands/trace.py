@@ -1,15 +1,30 @@
-"""`torchrun -m real trace`: trains scenarios and writes what each rank did."""
+"""`torchrun -m real trace`: trains scenarios and writes what each rank did.
+
+With `--peers loopback` it is `python -m real trace`, and one GPU stands for one rank of any job.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from real.commands.common import CONFIGS, add_watch, fail, is_first_rank
-from real.config import Scenario, load_scenario
-from real.flags import add_scenario_flags, scenario_overrides
+from real.commands.common import (
+    CONFIGS,
+    add_peers,
+    add_watch,
+    fail,
+    is_first_rank,
+    read_scenario,
+    seat_of,
+)
+from real.config import Scenario
+from real.flags import add_scenario_flags
+
+if TYPE_CHECKING:
+    from real.gpu.trace import TraceResult
 
 _PARALLEL = ("expert_model_parallel_size", "num_distributed_optimizer_instances")
 
@@ -51,25 +66,24 @@ def add(commands: Any) -> None:
         metavar="N",
         help="then time N steps with and without a record, by turns",
     )
+    add_peers(trace)
     add_watch(trace)
     trace.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Records every scenario; the first rank prints what it has."""
-    from real.gpu.world import scenario_of_launch
-
+    seat = seat_of(arguments)
     files: list[Path] = arguments.scenarios or [CONFIGS / "parity.toml"]
     for name in ("timed", "warmup"):
         if getattr(arguments, name) < 0:
             return fail(f"Expected --{name} of 0 or more, got {getattr(arguments, name)}.")
-    overrides = scenario_overrides(arguments)
     scenarios: dict[Path, Scenario] = {}
     for file in files:
         out = arguments.out if len(files) == 1 else arguments.out / file.stem
         if out in scenarios:
             return fail(f"Expected scenario files of different names, got {file.stem} twice.")
-        scenarios[out] = scenario_of_launch(load_scenario(file).changed(**overrides))
+        scenarios[out] = read_scenario(file, arguments, is_launched=seat is None)
     first = next(iter(scenarios.values()))
     for out, scenario in scenarios.items():
         different = [key for key in _PARALLEL if getattr(scenario, key) != getattr(first, key)]
@@ -84,6 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
     ) as progress:
         results = run_traces(
             scenarios,
+            seat=seat,
             num_warmup=arguments.warmup,
             has_durations=arguments.durations,
             num_timed=arguments.timed,
@@ -91,15 +106,18 @@ def run(arguments: argparse.Namespace) -> int:
         )
     if not is_first_rank():
         return 0
+    _print(arguments, results)
+    return 0
+
+
+def _print(arguments: argparse.Namespace, results: Mapping[Path, TraceResult]) -> None:
     if arguments.json:
         print(json.dumps({str(out): result.as_dict() for out, result in results.items()}))
-        return 0
+        return
     for out, result in results.items():
-        losses = ", ".join(f"{loss:.8f}" for loss in result.losses)
-        print(f"{out}: {result.num_records} records a rank, losses {losses}")
+        print(f"{out}: {result.text()}")
         if result.overhead is not None:
             print(
                 f"  a step takes {result.plain_ms:.2f} ms, with a record {result.recorded_ms:.2f} "
                 f"({result.overhead:+.1%})"
             )
-    return 0

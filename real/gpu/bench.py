@@ -13,6 +13,7 @@ import torch
 from real.config import Scenario
 from real.gpu.host import rotated, time_hooks_and_units
 from real.gpu.jobs import make_job
+from real.gpu.loopback import Seat, padded_with_zeros
 from real.gpu.world import gpu_world
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ def run_bench(
     variants: Sequence[str],
     *,
     repeats: int,
+    seat: Seat | None = None,
     warmup: int = 2,
     on_progress: Callable[[str], None] = lambda _: None,
 ) -> Results:
@@ -38,12 +40,13 @@ def run_bench(
         scenario: What is varied.
         variants: Names of `real.variants.VARIANTS`.
         repeats: Timed steps of each variant.
+        seat: The rank that this process stands for, alone; None for one that torchrun launched.
         warmup: Steps before.
         on_progress: Called after each model is built and after each step, with what has ended.
     """
-    with gpu_world(scenario):
+    with gpu_world(scenario, seat):
         return _time_variants(
-            scenario, variants, repeats=repeats, warmup=warmup, on_progress=on_progress
+            scenario, variants, repeats=repeats, seat=seat, warmup=warmup, on_progress=on_progress
         )
 
 
@@ -53,6 +56,7 @@ def run_grid(
     *,
     repeats: int,
     report: Callable[[str, Results], None],
+    seat: Seat | None = None,
     rounds: int = 1,
     warmup: int = 2,
     on_progress: Callable[[str], None] = lambda _: None,
@@ -66,16 +70,22 @@ def run_grid(
         variants: Names of `real.variants.VARIANTS`.
         repeats: Timed steps of each variant in each round.
         report: Gets the results of each scenario, of all rounds so far, as soon as they are there.
+        seat: The rank that this process stands for, alone; None for one that torchrun launched.
         rounds: Visits to each scenario; its models are built anew each time.
         warmup: Steps before.
         on_progress: Called after each model is built and after each step, with what has ended.
     """
-    with gpu_world(next(iter(scenarios.values()))):
+    with gpu_world(next(iter(scenarios.values())), seat):
         known: dict[str, Results] = {}
         for _ in range(rounds):
             for name, scenario in scenarios.items():
                 found = _time_variants(
-                    scenario, variants, repeats=repeats, warmup=warmup, on_progress=on_progress
+                    scenario,
+                    variants,
+                    repeats=repeats,
+                    seat=seat,
+                    warmup=warmup,
+                    on_progress=on_progress,
                 )
                 known[name] = _merged(known[name], found) if name in known else found
                 report(name, known[name])
@@ -88,6 +98,7 @@ def _time_variants(
     variants: Sequence[str],
     *,
     repeats: int,
+    seat: Seat | None,
     warmup: int,
     on_progress: Callable[[str], None],
 ) -> Results:
@@ -97,7 +108,8 @@ def _time_variants(
     for name in variants:
         gc.collect()
         before = torch.cuda.memory_allocated()
-        jobs[name] = make_job(scenario, name)
+        with padded_with_zeros(seat):
+            jobs[name] = make_job(scenario, name)
         gc.collect()
         rest[name] = torch.cuda.memory_allocated() - before
         on_progress(f"the making of {name}")
@@ -120,22 +132,29 @@ def _time_variants(
         host = {name: _host_costs(job, warmup + repeats) for name, job in jobs.items()}
     finally:
         gc.enable()
-    by_rank: list[dict[str, int]] = [{}] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(by_rank, peaks)
+    by_rank = [peaks] if seat is not None else _by_rank(peaks)
     for job in jobs.values():
         job.release()
     return {
         name: {
-            "world_size": len(by_rank),
+            "world_size": torch.distributed.get_world_size(),
             **_summary(values),
             "peak_bytes_above_rest": peaks[name],
             "peak_bytes_by_rank": [found[name] for found in by_rank],
             "rest_bytes": rest[name],
             "host": host[name],
             "built_s": round(built_s, 1),
+            **({} if seat is None else seat.as_dict()),
         }
         for name, values in times.items()
     }
+
+
+def _by_rank(peaks: dict[str, int]) -> list[dict[str, int]]:
+    """Returns what each rank of the job has found."""
+    found: list[dict[str, int]] = [{}] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(found, peaks)
+    return found
 
 
 def _host_costs(job: Job, step: int) -> dict[str, dict[str, float]]:

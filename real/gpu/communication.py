@@ -120,13 +120,14 @@ def _end_coalescing(original: Any) -> Callable[..., Any]:
 
 
 def work_wait(original: Any) -> Callable[..., Any]:
-    """Wraps `torch.distributed.Work.wait`."""
+    """Wraps the wait of a handle, be it `torch.distributed.Work`'s or a class's of Python."""
 
     def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
         recorder = speaking()
-        if recorder is not None:
-            recorder.waited(self)
-        return original(self, *args, **kwargs)
+        if recorder is None:
+            return original(self, *args, **kwargs)
+        recorder.waited(self)
+        return recorder.unheard(original, self, *args, **kwargs)
 
     return wait
 

@@ -174,13 +174,16 @@ class Swap(NamedTuple):
     wrap: Wrapper
 
 
-def swap_table(process_group: type = dist.ProcessGroup) -> list[Swap]:
+def swap_table(process_group: type | None = None) -> list[Swap]:
     """Returns every name that is wrapped, in order.
 
     Args:
-        process_group: The class whose methods are the collectives.
+        process_group: The class whose methods are the collectives; None for that of this world.
     """
     nvtx: Any = torch.cuda.nvtx
+    process_group = process_group or _class_of_groups()
+    # A class of Python has handles of its own, whose methods hide those of torch's class.
+    work_class = getattr(process_group, "work_class", dist.Work)
     table = [
         Swap(torch.cuda.Stream, "wait_stream", _wait_stream),
         Swap(torch.cuda.Stream, "wait_event", _wait_event),
@@ -193,7 +196,7 @@ def swap_table(process_group: type = dist.ProcessGroup) -> list[Swap]:
         Swap(nvtx, "range_pop", _range_pop),
         Swap(torch.Tensor, "record_stream", _record_stream),
         Swap(torch.UntypedStorage, "resize_", _resize),
-        Swap(dist.Work, "wait", communication.work_wait),
+        Swap(work_class, "wait", communication.work_wait),
     ]
     for name, wrap in communication.wrappers():
         if hasattr(process_group, name):  # the two ends of torch's range have different ones
@@ -201,10 +204,13 @@ def swap_table(process_group: type = dist.ProcessGroup) -> list[Swap]:
     return table
 
 
+def _class_of_groups() -> type:
+    """Returns the class of this world's process groups, or torch's own where there is no world."""
+    return type(dist.group.WORLD) if dist.is_initialized() else dist.ProcessGroup
+
+
 @contextmanager
-def observed(
-    recorder: GpuRecorder, *, process_group: type = dist.ProcessGroup
-) -> Iterator[GpuRecorder]:
+def observed(recorder: GpuRecorder, *, process_group: type | None = None) -> Iterator[GpuRecorder]:
     """Makes `recorder` the active one and swaps every name of the table for the block.
 
     Every name is restored after it, whatever happened inside.
@@ -214,7 +220,7 @@ def observed(
 
 
 @contextmanager
-def wrapped(process_group: type = dist.ProcessGroup) -> Iterator[None]:
+def wrapped(process_group: type | None = None) -> Iterator[None]:
     """Swaps every name of the table for the block; a wrapper writes to the active recorder."""
     saved: list[tuple[Swap, Any]] = []
     try:

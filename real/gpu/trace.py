@@ -15,10 +15,11 @@ import torch
 
 from real.config import Scenario, ScenarioError
 from real.gpu.durations import DeviceTimes, HoldingSink
+from real.gpu.loopback import BACKEND, LOSSES_MEAN_NOTHING, Seat, padded_with_zeros
 from real.gpu.observe import observed
 from real.gpu.recorder import GpuRecorder
 from real.gpu.world import gpu_world
-from real.trace import JsonlSink, OpKind, trace_path
+from real.trace import JsonlSink, trace_path
 
 if TYPE_CHECKING:
     from real.mcore.jobs import Job
@@ -37,6 +38,7 @@ class TraceResult:
         grad_norms: One per recorded step.
         plain_ms: Median time of forward and backward of a step that is not recorded, or None.
         recorded_ms: The same of a recorded one.
+        seat: The rank that this process stood for, alone; None where its peers were there.
     """
 
     num_records: int
@@ -44,6 +46,7 @@ class TraceResult:
     grad_norms: list[float]
     plain_ms: float | None = None
     recorded_ms: float | None = None
+    seat: Seat | None = None
 
     @property
     def overhead(self) -> float | None:
@@ -51,6 +54,13 @@ class TraceResult:
         if self.plain_ms is None or self.recorded_ms is None:
             return None
         return self.recorded_ms / self.plain_ms - 1
+
+    def text(self) -> str:
+        """Returns the result in one line."""
+        if self.seat is not None:
+            return f"{self.num_records} records of rank {self.seat.rank}, {LOSSES_MEAN_NOTHING}"
+        losses = ", ".join(f"{loss:.8f}" for loss in self.losses)
+        return f"{self.num_records} records a rank, losses {losses}"
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the result as plain data."""
@@ -63,19 +73,26 @@ class TraceResult:
             result["plain_ms"] = self.plain_ms
             result["recorded_ms"] = self.recorded_ms
             result["overhead"] = round(self.overhead, 4)
-        return result
+        return result if self.seat is None else {**result, **self.seat.as_dict()}
 
 
-def open_file(out: Path, rank: int, world_size: int) -> JsonlSink:
+def open_file(out: Path, rank: int, world_size: int, *, is_alone: bool = False) -> JsonlSink:
     """Opens the trace file of one rank; the first rank removes files of a larger, older world.
+
+    Args:
+        out: The folder.
+        rank: This rank.
+        world_size: Ranks of the job.
+        is_alone: Remove the files of all other ranks: nobody else writes there.
 
     Raises:
         ScenarioError: The folder cannot be written.
     """
     try:
         out.mkdir(parents=True, exist_ok=True)
-        if rank == 0:
-            current = {trace_path(out, other) for other in range(world_size)}
+        if rank == 0 or is_alone:
+            others = [rank] if is_alone else range(world_size)
+            current = {trace_path(out, other) for other in others}
             for old in set(out.glob("rank*.jsonl")) - current:
                 old.unlink()
         return JsonlSink(trace_path(out, rank))
@@ -88,6 +105,7 @@ def open_file(out: Path, rank: int, world_size: int) -> JsonlSink:
 def run_traces(
     scenarios: Mapping[Path, Scenario],
     *,
+    seat: Seat | None = None,
     num_warmup: int = 1,
     has_durations: bool = False,
     num_timed: int = 0,
@@ -97,6 +115,7 @@ def run_traces(
 
     Args:
         scenarios: What to train, by the folder that the trace goes to; of equal parallel sizes.
+        seat: The rank that this process stands for, alone; None for one that torchrun launched.
         num_warmup: Forwards and backwards that are not recorded, before the first step: libraries
             compile and choose kernels in the first one, and wait for the device meanwhile.
         has_durations: Also record when things were issued and run.
@@ -104,12 +123,13 @@ def run_traces(
         on_progress: Called after each recorded step with what has ended.
     """
     results: dict[Path, TraceResult] = {}
-    with gpu_world(next(iter(scenarios.values()))) as rank:
+    with gpu_world(next(iter(scenarios.values())), seat) as rank:
         for out, scenario in scenarios.items():
             results[out] = _record(
                 scenario,
                 out,
                 rank,
+                seat=seat,
                 num_warmup=num_warmup,
                 has_durations=has_durations,
                 num_timed=num_timed,
@@ -125,21 +145,28 @@ def _record(
     out: Path,
     rank: int,
     *,
+    seat: Seat | None,
     num_warmup: int,
     has_durations: bool,
     num_timed: int,
     on_progress: Callable[[str], None],
 ) -> TraceResult:
+    from real.mcore import watch_table
     from real.mcore.jobs import FsdpJob, run_job
 
-    file = open_file(out, rank, scenario.world_size)
+    file = open_file(out, rank, scenario.world_size, is_alone=seat is not None)
     with ExitStack() as stack:
         stack.callback(file.close)
         recorder = _recorder(file, has_durations=has_durations)
-        recorder.header(rank=rank, world_size=scenario.world_size, scenario=scenario.as_dict())
-        with _recorded(recorder):
+        recorder.header(
+            rank=rank,
+            world_size=scenario.world_size,
+            scenario=scenario.as_dict(),
+            peers=None if seat is None else BACKEND,
+        )
+        with _recorded(recorder), padded_with_zeros(seat):
             job = FsdpJob(scenario)
-            name_storages(recorder, job.model.module)
+            watch_table.describe(job.model, recorder.storage_number)
         for _ in range(num_warmup):
             job.forward_backward(0)
             job.clear_gradients()
@@ -155,16 +182,8 @@ def _record(
         grad_norms=[step.grad_norm for step in output.steps],
         plain_ms=times[0],
         recorded_ms=times[1],
+        seat=seat,
     )
-
-
-def name_storages(recorder: GpuRecorder, root: torch.nn.Module) -> None:
-    """Names the buffers of every unit in the trace, as the "full weight" of "decoder.layers.0"."""
-    from real.mcore import internals
-
-    for unit, kind, storage in internals.unit_storages(root):
-        number = recorder.storage_number(storage)
-        recorder.record(OpKind.NAME, storage=number, unit=unit, kind=kind)
 
 
 def _recorder(file: JsonlSink, *, has_durations: bool) -> GpuRecorder:

@@ -1,4 +1,4 @@
-"""Starts and ends one rank of a GPU job that torchrun has launched."""
+"""Starts and ends one rank of a GPU job that torchrun has launched, or that stands alone."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from real.config import Scenario, ScenarioError
+from real.gpu.loopback import Seat, init_loopback
 from real.gpu.preflight import missing_gpus, missing_packages
 
 
@@ -16,7 +17,7 @@ class Unready(RuntimeError):
     """This machine or launch cannot run the job; the message lists everything that is missing."""
 
 
-def preflight(scenario: Scenario) -> None:
+def preflight(scenario: Scenario, seat: Seat | None = None) -> None:
     """Checks driver, GPUs, launch and packages before anything starts.
 
     Raises:
@@ -25,25 +26,39 @@ def preflight(scenario: Scenario) -> None:
     missing: list[str] = []
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     missing += missing_gpus(local_size)
-    if "RANK" not in os.environ or "MASTER_ADDR" not in os.environ:
-        missing.append("expected a launch by torchrun (RANK and MASTER_ADDR set), got none")
-    elif int(os.environ["WORLD_SIZE"]) != scenario.world_size:
-        missing.append(
-            f"expected {scenario.world_size} processes (world-size), "
-            f"got {os.environ['WORLD_SIZE']} of torchrun"
-        )
+    if seat is None:
+        missing += _missing_launch(scenario)
     missing += missing_packages(has_te=scenario.transformer_impl == "transformer_engine")
     if missing:
         raise Unready("; ".join(missing) + ".")
 
 
+def _missing_launch(scenario: Scenario) -> list[str]:
+    if "RANK" not in os.environ or "MASTER_ADDR" not in os.environ:
+        return ["expected a launch by torchrun (RANK and MASTER_ADDR set), got none"]
+    launched = int(os.environ["WORLD_SIZE"])
+    if launched != scenario.world_size:
+        wanted = scenario.world_size
+        return [f"expected {wanted} processes (world-size), got {launched} of torchrun"]
+    return []
+
+
 @contextmanager
-def gpu_world(scenario: Scenario) -> Iterator[int]:
-    """Makes this process a rank of the job for the length of the block; yields its number."""
-    preflight(scenario)
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+def gpu_world(scenario: Scenario, seat: Seat | None = None) -> Iterator[int]:
+    """Makes this process a rank of the job for the length of the block; yields its number.
+
+    Args:
+        scenario: The run.
+        seat: The rank that this process stands for, alone; None for one that torchrun launched.
+    """
+    preflight(scenario, seat)
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
-    torch.distributed.init_process_group("nccl", device_id=device)
+    if seat is None:
+        torch.distributed.init_process_group("nccl", device_id=device)
+    else:
+        torch.cuda.init()  # or a device mesh chooses a device by the rank's number
+        init_loopback(seat)
     from real.mcore.model import initialize_parallel
 
     initialize_parallel(scenario)

@@ -1,4 +1,4 @@
-"""Writes the schedule's nodes into the active trace, in both modes."""
+"""Writes the schedule's nodes and what is done with units into the active trace, in both modes."""
 
 from __future__ import annotations
 
@@ -7,14 +7,19 @@ from contextlib import contextmanager
 
 import torch
 
+from real.mcore import watch_table
 from real.mcore.internals import NodeCall, observed_nodes
 from real.trace import OpKind, active_recorder
+from real.watch import watched
 
 
 @contextmanager
 def recorded_nodes() -> Iterator[None]:
-    """Records begin and end of every schedule node of the process for the length of the block."""
-    with observed_nodes(_begin, _end):
+    """Records every schedule node of the process, and what this tree's table watches, for a block.
+
+    What a built model is made of is recorded by `watch_table.describe`.
+    """
+    with watched(watch_table.points()), observed_nodes(_begin, _end):
         yield
 
 

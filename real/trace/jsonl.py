@@ -92,6 +92,11 @@ class Trace:
     why_incomplete: str = ""
     header: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def peers(self) -> str | None:
+        """What stood for the other ranks, or None where they were there."""
+        return self.header.get("peers")
+
     @cached_property
     def lean_records(self) -> list[Record]:
         """The records but for kernels, allocations and frees, which are most of them."""
@@ -223,7 +228,7 @@ def _disagreements(first: Trace, other: Trace) -> Iterator[str]:
 def read_traces(folder: Path) -> list[Trace]:
     """Reads every rank of a trace folder, in rank order.
 
-    A rank that was run alone, with something that stands for its peers, may be alone.
+    Where the other ranks were not there, any of them may be missing.
 
     Raises:
         TraceError: The folder holds no trace, a rank is missing, or a file cannot be read.
@@ -234,8 +239,8 @@ def read_traces(folder: Path) -> list[Trace]:
     traces = [read_trace(path) for path in paths]
     world_size = traces[0].world_size
     ranks = [trace.rank for trace in traces]
-    if len(traces) == 1 and traces[0].header.get("peers") == LOOPBACK:
-        return traces
-    if len(ranks) != world_size or ranks != list(range(world_size)):
+    is_partial = all(trace.peers == LOOPBACK for trace in traces)
+    is_whole = len(ranks) == world_size and ranks == list(range(world_size))
+    if not is_partial and not is_whole:
         raise TraceError(f"{folder}: expected the ranks 0 to {world_size - 1}, got {ranks}.")
     return traces

@@ -55,6 +55,11 @@ class Recorder:
         self._models: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._num_models = 0
 
+    @property
+    def is_recording(self) -> bool:
+        """Whether a record goes anywhere; what only a record needs is not worth computing else."""
+        return self._sink is not None
+
     def header(
         self, *, rank: int, world_size: int, scenario: dict[str, Any], **more: object
     ) -> None:
@@ -62,9 +67,10 @@ class Recorder:
 
         Args:
             rank: This rank.
-            world_size: Of how many.
+            world_size: Ranks of the job.
             scenario: What is run.
-            **more: What else a header may say (`real.trace.record.OPTIONAL_OF`).
+            **more: What else a header may say (`real.trace.record.OPTIONAL_OF`): None leaves it out
+                where None says nothing.
         """
         self.record(
             OpKind.HEADER,
@@ -72,7 +78,7 @@ class Recorder:
             rank=rank,
             world_size=world_size,
             scenario=scenario,
-            **more,
+            **{name: value for name, value in more.items() if value is not None or name == "tree"},
         )
 
     def record(self, op: OpKind, **fields: object) -> int:

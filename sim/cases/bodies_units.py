@@ -7,7 +7,6 @@ detached input, and nobody calls a layer as a whole.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -27,9 +26,8 @@ from sim.cases.bodies_models import (
     shard_chunk,
     share_context,
 )
-from sim.cases.worlds import Rank, at_node, replaced
+from sim.cases.worlds import Rank, at_node
 from sim.cuda import active_device
-from sim.rank import name_storages
 
 if TYPE_CHECKING:
     from real.mcore.schedule import Mfsdp1F1B
@@ -43,7 +41,6 @@ __all__ = [
     "Node",
     "Part",
     "Vocabulary",
-    "attributed",
     "begin",
     "dense_mesh",
     "end",
@@ -52,7 +49,6 @@ __all__ = [
     "gradients",
     "make_optimizer",
     "name_storage",
-    "name_storages",
     "optimizer_step",
     "read_gradients",
     "shard",
@@ -122,8 +118,8 @@ def start_all(
     if shares_context:
         share_context(chunks)
     kernels = [Kernel(wrap(chunk)) for chunk in chunks]
-    for chunk in chunks:
-        name_storages(rank.device, chunk)
+    for kernel in kernels:
+        rank.describe(kernel.model)
     rank.observe()
     return kernels
 
@@ -273,27 +269,4 @@ def name_storage(tensor: torch.Tensor, unit: str, kind: str) -> None:
     """Names a tensor's storage in the trace as a buffer of a unit."""
     device = active_device()
     storage = device.storage_id(tensor.untyped_storage())
-    device.recorder.record(OpKind.NAME, storage=storage, name=f"{unit}:{kind}")
-
-
-@contextmanager
-def attributed() -> Iterator[None]:
-    """Attributes the collectives of MFSDP's own hooks to their unit, as ours are."""
-    module = "megatron.core.distributed.fsdp.src.megatron_fsdp.experimental.module.FsdpModule"
-
-    def make(original: Any) -> Any:
-        def attribute(unit: Any) -> None:
-            recorder = active_recorder()
-            previous, recorder.unit = recorder.unit, unit.name
-            try:
-                original(unit)
-            finally:
-                recorder.unit = previous
-
-        return attribute
-
-    with (
-        replaced(f"{module}._unshard_parameter_groups", make),
-        replaced(f"{module}._reduce_gradient_groups", make),
-    ):
-        yield
+    device.recorder.record(OpKind.NAME, storage=storage, unit=unit, kind=kind)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Final
 
 from sim.cases import bodies_streams as streams
-from sim.cases import bodies_units as units
 from sim.cases import faults_d as faults
 from sim.cases.base import Case, Shown
 from sim.cases.worlds import SMALL, clean, run_scenario
@@ -34,8 +33,8 @@ CASES: Final[tuple[Case, ...]] = (
         shown=Shown.KERNEL,
         defect="a pipeline stage calls its layers and never its root",
         twin="the stage waits for the reduce-scatter stream itself",
-        faulty=faults.on_ranks(faults.driven_stage(waits=False), defect=units.attributed),
-        correct=faults.on_ranks(faults.driven_stage(waits=True), defect=units.attributed),
+        faulty=faults.on_ranks(faults.driven_stage(waits=False)),
+        correct=faults.on_ranks(faults.driven_stage(waits=True)),
     ),
     Case(
         id="D5",

@@ -60,5 +60,5 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     for reason in not_whole:
         print(reason)
     verdict = "different" if not result.is_equal else "equal" if is_equal else "not comparable"
-    print(f"{verdict}: {result.num_lines} lines of {len(first)} ranks")
+    print(f"{verdict}: {result.num_lines} lines of {result.num_ranks} ranks")
     return 0 if is_equal else DIFFERS

@@ -57,12 +57,14 @@ class Comparison:
         differences: The first one of each rank that has one.
         scenario: Keys of the scenario with different values.
         num_lines: Lines compared, over all ranks.
+        num_ranks: Ranks compared.
         allowed: Permitted differences and records left out, counted.
     """
 
     differences: tuple[Difference, ...]
     scenario: dict[str, tuple[Any, Any]]
     num_lines: int
+    num_ranks: int
     allowed: dict[Allowance, str]
 
     @property
@@ -75,6 +77,7 @@ class Comparison:
         return {
             "equal": self.is_equal,
             "num_lines": self.num_lines,
+            "num_ranks": self.num_ranks,
             "scenario": {key: list(values) for key, values in self.scenario.items()},
             "differences": [difference.as_dict() for difference in self.differences],
             "allowed": [
@@ -85,7 +88,7 @@ class Comparison:
 
 
 def compare(first: Sequence[Trace], second: Sequence[Trace], *, is_canonical: bool) -> Comparison:
-    """Compares two runs of equally many ranks.
+    """Compares two runs of equally many ranks, or the ranks that both have of partial ones.
 
     Args:
         first: One trace a rank.
@@ -93,8 +96,10 @@ def compare(first: Sequence[Trace], second: Sequence[Trace], *, is_canonical: bo
         is_canonical: Compare the canonical forms; else every field of every record.
 
     Raises:
-        ValueError: The runs have different numbers of ranks.
+        ValueError: The runs have different numbers of ranks, or none in common.
     """
+    if any(trace.peers == "loopback" for trace in (*first, *second)):
+        first, second = _shared_ranks(first, second)
     if len(first) != len(second):
         raise ValueError(
             f"Expected two runs of equally many ranks, got {len(first)} and {len(second)}."
@@ -106,7 +111,21 @@ def compare(first: Sequence[Trace], second: Sequence[Trace], *, is_canonical: bo
         differences=tuple(d for d in differences if d is not None),
         scenario=_scenario_differences(first[0].scenario, second[0].scenario),
         num_lines=sum(len(a.lines) for a, _ in pairs),
+        num_ranks=len(pairs),
         allowed=_allowed(pairs),
+    )
+
+
+def _shared_ranks(
+    first: Sequence[Trace], second: Sequence[Trace]
+) -> tuple[list[Trace], list[Trace]]:
+    shared = {trace.rank for trace in first} & {trace.rank for trace in second}
+    if not shared:
+        of_first, of_second = ([trace.rank for trace in run] for run in (first, second))
+        raise ValueError(f"Expected a rank that both runs have, got {of_first} and {of_second}.")
+    return (
+        [trace for trace in first if trace.rank in shared],
+        [trace for trace in second if trace.rank in shared],
     )
 
 

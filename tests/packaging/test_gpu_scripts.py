@@ -84,6 +84,21 @@ def test_one_machine_runs_tests_and_all_commands_on_its_gpus() -> None:
     assert ".venv/bin/python -m sim check runs/gpu-test/real" in launched
 
 
+def test_one_gpu_stands_for_one_rank() -> None:
+    """It cannot train a model of two ranks, and needs no torchrun."""
+    done = run(".ci/gpu-test", "-x", DRY_RUN="1", GPUS="1")
+    assert done.returncode == 0
+    first, *others = commands_of(done.stdout)
+    assert first == ".venv/bin/python -m pytest -m gpu -k loopback -x"
+    assert [line.split()[2:4] for line in others] == [
+        ["real", "trace"],
+        ["sim", "check"],
+        ["real", "bench"],
+    ]
+    alone = "--peers loopback --world-size 2 --rank 0"
+    assert [alone in line for line in others] == [True, False, True]
+
+
 def test_each_run_over_machines_has_a_rendezvous_of_its_own() -> None:
     """A quick machine would join the run that a slow one is still ending."""
     done = run(".ci/gpu-test", DRY_RUN="1", GPUS="8", NNODES="2", MASTER_ADDR="a", NODE_RANK="1")

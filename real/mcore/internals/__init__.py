@@ -38,6 +38,7 @@ from real.mcore.internals.units import (  # noqa: E402
     unit_storages,
 )
 from real.mcore.internals.watch import (  # noqa: E402
+    unit_points,
     watched_backwards,
     watched_finalize,
     watched_layers,
@@ -72,6 +73,7 @@ __all__ = [
     "shard_optimizer",
     "tell_backward_nodes",
     "unit_of_sharded",
+    "unit_points",
     "unit_storages",
     "watched_backwards",
     "watched_finalize",
