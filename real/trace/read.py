@@ -7,13 +7,14 @@ Here that is said once, for the checks and for whoever else reads.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from real.trace.jsonl import Trace
 from real.trace.record import OpKind
 from real.trace.recorder import Record
+from real.trace.typed import Name, StreamRole, Unit, select
 
 _PLACED: Final = frozenset({OpKind.NODE, OpKind.NODE_END, OpKind.STEP, OpKind.HOOK})
 """Records that say where in the schedule the next ones are."""
@@ -43,19 +44,19 @@ class UnitKey(NamedTuple):
         return UnitKey(self.chunk, name)
 
 
-def unit_key(record: Record) -> UnitKey:
+def unit_key(record: Mapping[str, Any]) -> UnitKey:
     """Returns the unit of a record that has one."""
     return UnitKey(record.get("chunk", 0), record["unit"])
 
 
-def unit_or_none(record: Record) -> UnitKey | None:
+def unit_or_none(record: Mapping[str, Any]) -> UnitKey | None:
     """Returns the unit of a record, None for a call or a parameter without one."""
     return None if record["unit"] is None else unit_key(record)
 
 
-def declared_units(trace: Trace) -> dict[UnitKey, Record]:
+def declared_units(trace: Trace) -> dict[UnitKey, Unit]:
     """Returns the newest declaration of each unit."""
-    return {unit_key(r): r for r in trace.lean_records if r["op"] == OpKind.UNIT}
+    return {unit_key(record): record for record in select(trace.lean_records, Unit)}
 
 
 class Named(NamedTuple):
@@ -73,14 +74,14 @@ class Named(NamedTuple):
         return f"the {self.kind} of unit {self.unit}"
 
 
-def named_of(record: Record) -> Named:
+def named_of(record: Mapping[str, Any]) -> Named:
     """Returns what a record names its storage."""
     return Named(unit_key(record), record["kind"])
 
 
 def named_storages(trace: Trace) -> dict[int, Named]:
     """Returns what each named storage holds, as it was named last."""
-    return {r["storage"]: named_of(r) for r in trace.lean_records if r["op"] == OpKind.NAME}
+    return {named["storage"]: named_of(named) for named in select(trace.lean_records, Name)}
 
 
 def bound(trace: Trace, name: str) -> int | None:
@@ -99,9 +100,8 @@ def bound(trace: Trace, name: str) -> int | None:
 def stream_roles(trace: Trace) -> dict[int, str]:
     """Returns what each stream is for, as far as the trace says."""
     roles: dict[int, str] = {}
-    for record in trace.lean_records:
-        if record["op"] == OpKind.STREAM_ROLE:
-            roles.setdefault(record["stream"], record["role"])
+    for record in select(trace.lean_records, StreamRole):
+        roles.setdefault(record["stream"], record["role"])
     return roles
 
 

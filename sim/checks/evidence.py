@@ -56,7 +56,7 @@ def _words(record: Record) -> Iterator[str]:
     elif op == OpKind.NAME:
         yield named(record["kind"])
     elif op == OpKind.PARAMETER:
-        if record["fires"] is not None:
+        if record["fires"]:
             yield COUNTED
     elif op == OpKind.UNIT and "divisor" in record:
         yield DIVISORS

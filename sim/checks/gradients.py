@@ -15,6 +15,7 @@ from typing import Final
 from real.trace import OpKind, Trace
 from real.trace.read import Place, UnitKey, bound, only, unit_key, walk
 from real.trace.recorder import Record
+from real.trace.typed import Reduce, select
 from sim.checks.base import Reporter, Violation, unit_label
 from sim.checks.rules import COUNTED, SEVERAL_RANKS, Judges, records_of
 
@@ -189,7 +190,7 @@ def _parameter(record: Record) -> UnitKey:
 
 def _check_participation(traces: Sequence[Trace]) -> list[Violation]:
     counts = [
-        Counter(unit_key(r) for r in trace.lean_records if r["op"] == OpKind.REDUCE)
+        Counter(unit_key(record) for record in select(trace.lean_records, Reduce))
         for trace in traces
     ]
     found = []

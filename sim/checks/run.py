@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Final
 
 from real.reach import Reach
-from real.trace import OpKind, Trace, why_not_whole
+from real.trace import Trace, why_not_whole
+from real.trace.typed import Parameter, select
 from sim.checks import (
     accumulation,
     capture,
@@ -124,6 +125,6 @@ def declared_units(trace: Trace) -> dict[str, str]:
     """Returns the unit of each parameter that a trace declares."""
     return {
         record["parameter"]: record["unit"]
-        for record in trace.lean_records
-        if record["op"] == OpKind.PARAMETER and record["unit"] is not None
+        for record in select(trace.lean_records, Parameter)
+        if record["unit"] is not None
     }

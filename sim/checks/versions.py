@@ -11,6 +11,7 @@ from typing import Final
 
 from real.trace import OpKind, Trace
 from real.trace.read import UnitKey, unit_key
+from real.trace.typed import WeightVersion, select
 from sim.checks.base import Reporter, Violation
 from sim.checks.rules import Judges, records_of
 
@@ -26,9 +27,7 @@ def _check_rank(trace: Trace) -> list[Violation]:
     reporter = Reporter(trace)
     versions: dict[UnitKey, tuple[int, int]] = {}
     reported: set[UnitKey] = set()
-    for record in trace.lean_records:
-        if record["op"] != OpKind.WEIGHT_VERSION:
-            continue
+    for record in select(trace.lean_records, WeightVersion):
         unit, version = unit_key(record), record["version"]
         before = versions.get(unit)
         if before is not None and version != before[0] and unit not in reported:
