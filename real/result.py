@@ -19,6 +19,7 @@ from real.compare import (
     worst_weights,
 )
 from real.config import Scenario
+from real.reach import Reach
 from real.reference import LOSS_BARS, Reference
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class RunResult:
         trace: The folder of the trace, or None.
         violations: What the checks found in the trace, as text for a reader.
         reference: What it was compared with.
+        reach: Which rules the trace could show, or None where it was not judged.
     """
 
     ranks: int
@@ -61,6 +63,7 @@ class RunResult:
     trace: Path | None
     violations: tuple[str, ...] = ()
     reference: Reference = Reference.DDP
+    reach: Reach | None = None
 
     @property
     def loss_rel_errors(self) -> list[float]:
@@ -115,6 +118,7 @@ class RunResult:
                 f"{self.weight_gap.rank}."
             )
         found.extend(self.violations)
+        found.extend(self.reach.problems() if self.reach is not None else [])
         return found
 
 
@@ -186,6 +190,7 @@ def as_json(result: RunResult) -> dict[str, Any]:
         "num_records": result.num_records,
         "wall_s": round(result.wall_s, 3),
         "trace": str(result.trace),
+        **(result.reach.as_dict() if result.reach is not None else {}),
     }
 
 
@@ -216,6 +221,7 @@ def format_table(scenario: Scenario, result: RunResult) -> str:
     ]
     if result.trace is not None:
         lines.append(f"trace: {result.trace} ({result.num_records} records)")
+    lines += result.reach.lines() if result.reach is not None else []
     lines.append(f"{result.wall_s:.1f} s, imports excluded")
     problems = result.problems()
     lines.append("all agrees with the reference" if not problems else "DOES NOT AGREE:")

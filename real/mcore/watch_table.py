@@ -114,6 +114,7 @@ def _name_buffers(root: nn.Module, number_of: NumberStorage) -> None:
         active_recorder().record(
             OpKind.NAME,
             storage=number_of(storage),
-            name=f"{unit}:{kind}",
+            unit=unit,
+            kind=kind,
             bytes=storage.nbytes(),
         )

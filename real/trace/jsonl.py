@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from real.trace.record import SCHEMA_VERSION, OpKind, TraceError, validate_record
+from real.trace.record import (
+    OPTIONAL_OF,
+    READABLE_VERSIONS,
+    SCHEMA_VERSION,
+    OpKind,
+    TraceError,
+    upgraded,
+    validate_record,
+)
 from real.trace.recorder import Record
 
 _FLUSH_EVERY = 256
 _BULK = frozenset({OpKind.KERNEL, OpKind.ALLOCATE, OpKind.FREE})
+LOOPBACK: Final = "loopback"
+"""The peers of a rank that was run alone."""
+
 _RANK_FILE = re.compile(r"rank(\d+)\.jsonl")
 
 
@@ -66,9 +77,11 @@ class Trace:
     """One rank's records.
 
     Attributes:
+        scenario: What was to be run.
         records: All records after the header, in host order.
-        is_complete: False when the run was cut short (no end record).
-        peers: What stood for the other ranks, or None where they were there.
+        is_complete: False when the run was cut short.
+        why_incomplete: What shows that it was cut short.
+        header: What else the header says: target, megatron, tree, peers and bounds, if known.
     """
 
     rank: int
@@ -76,7 +89,13 @@ class Trace:
     scenario: dict[str, Any]
     records: list[Record]
     is_complete: bool
-    peers: str | None = None
+    why_incomplete: str = ""
+    header: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def peers(self) -> str | None:
+        """What stood for the other ranks, or None where they were there."""
+        return self.header.get("peers")
 
     @cached_property
     def lean_records(self) -> list[Record]:
@@ -84,23 +103,24 @@ class Trace:
         return [record for record in self.records if record["op"] not in _BULK]
 
 
-def trace_of(records: Sequence[Record], *, is_complete: bool | None = None) -> Trace:
+def trace_of(records: Sequence[Record], *, why_incomplete: str | None = None) -> Trace:
     """Returns what a header and the records after it say of one rank.
 
     Args:
         records: The header, then all others in host order.
-        is_complete: Whether the run came to its end; None asks the last record.
+        why_incomplete: What shows that the run was cut short, empty where it was not; None asks the
+            last record.
     """
     header, *others = records
-    if is_complete is None:
-        is_complete = bool(others) and others[-1]["op"] == OpKind.END
+    why = _why_incomplete(others) if why_incomplete is None else why_incomplete
     return Trace(
         rank=header["rank"],
         world_size=header["world_size"],
         scenario=header["scenario"],
         records=others,
-        is_complete=is_complete,
-        peers=header.get("peers"),
+        is_complete=not why,
+        why_incomplete=why,
+        header={name: header[name] for name in OPTIONAL_OF[OpKind.HEADER] if name in header},
     )
 
 
@@ -118,31 +138,92 @@ def read_trace(path: Path) -> Trace:
     except OSError as error:
         raise TraceError(f"{path}: cannot read the trace: {error.strerror}.") from None
     was_cut = bool(lines.pop())
-    records = [_decode(path, number, line) for number, line in enumerate(lines, start=1)]
-    if not records or records[0]["op"] != OpKind.HEADER:
+    records: list[Record] = []
+    version = SCHEMA_VERSION
+    for number, line in enumerate(lines, start=1):
+        record = _decode(path, number, line)
+        if number == 1:
+            version = _version_of(path, record)
+        records.append(_validated(path, number, upgraded(record, version)))
+    if not records:
         raise TraceError(f"{path}:1: expected a header record, got none.")
-    return trace_of(records, is_complete=False if was_cut else None)
+    rank, world_size = records[0]["rank"], records[0]["world_size"]
+    if rank >= world_size:
+        raise TraceError(f"{path}:1: expected a rank below {world_size}, got {rank}.")
+    return trace_of(records, why_incomplete="half a line at the end" if was_cut else None)
+
+
+def _why_incomplete(records: list[Record]) -> str:
+    """Returns what shows that the run was cut short, or nothing."""
+    if not records or records[-1]["op"] != OpKind.END:
+        return "no end record"
+    end = records[-1]
+    if end["records"] != end["seq"]:
+        return f"the end counts {end['records']} records before it, not {end['seq']}"
+    if any(record["op"] == OpKind.END for record in records[:-1]):
+        return "an end record that is not the last"
+    return ""
 
 
 def _decode(path: Path, number: int, line: bytes) -> Record:
     try:
         record = json.loads(line)
-    except ValueError:
-        raise TraceError(f"{path}:{number}: expected one JSON object, got {line[:40]!r}.") from None
-    if isinstance(record, dict) and record.get("op") == OpKind.HEADER:
-        version = record.get("schema")
-        if version != SCHEMA_VERSION:
-            raise TraceError(
-                f"{path}:{number}: expected trace schema {SCHEMA_VERSION}, got {version!r}."
-            )
+    except (ValueError, RecursionError):
+        record = None
+    if not isinstance(record, dict):
+        raise TraceError(f"{path}:{number}: expected one JSON object, got {line[:40]!r}.")
+    return record
+
+
+def _version_of(path: Path, header: Record) -> int:
+    """Returns the schema of a file's records, of which the header is the first."""
+    if header.get("op") != OpKind.HEADER:
+        raise TraceError(f"{path}:1: expected a header record, got none.")
+    version = header.get("schema")
+    if type(version) is not int or version not in READABLE_VERSIONS:
+        known = " or ".join(map(str, READABLE_VERSIONS))
+        raise TraceError(f"{path}:1: expected trace schema {known}, got {version!r}.")
+    return version
+
+
+def _validated(path: Path, number: int, record: Record) -> Record:
     try:
         validate_record(record)
     except ValueError as error:
         raise TraceError(f"{path}:{number}: {error}") from None
+    if record["op"] == OpKind.HEADER and number > 1:
+        raise TraceError(f"{path}:{number}: expected one header record, got another one.")
     if record["seq"] != number - 1:
         raise TraceError(f"{path}:{number}: expected seq {number - 1}, got {record['seq']}.")
-    assert isinstance(record, dict)
     return record
+
+
+def why_not_whole(traces: Sequence[Trace]) -> list[str]:
+    """Returns why traces are not those of one whole run, one sentence each; empty when they are."""
+    reasons = [
+        f"cut short on rank {trace.rank}: {trace.why_incomplete or 'no end record'}"
+        for trace in traces
+        if not trace.is_complete
+    ]
+    for trace in traces:
+        if all(record["op"] == OpKind.END for record in trace.records):
+            reasons.append(f"nothing recorded on rank {trace.rank} but its header")
+    for trace in traces[1:]:
+        reasons += _disagreements(traces[0], trace)
+    return reasons
+
+
+def _disagreements(first: Trace, other: Trace) -> Iterator[str]:
+    """Yields in what the headers of two ranks differ, of what all ranks must have alike."""
+    mine = {**first.scenario, "world_size": first.world_size, **first.header}
+    theirs = {**other.scenario, "world_size": other.world_size, **other.header}
+    for name in dict.fromkeys((*mine, *theirs)):
+        if mine.get(name) != theirs.get(name):
+            yield (
+                f"rank {other.rank} is of another run: {name} is {theirs.get(name)!r} and "
+                f"{mine.get(name)!r} on rank {first.rank}"
+            )
+            return
 
 
 def read_traces(folder: Path) -> list[Trace]:
@@ -159,7 +240,8 @@ def read_traces(folder: Path) -> list[Trace]:
     traces = [read_trace(path) for path in paths]
     world_size = traces[0].world_size
     ranks = [trace.rank for trace in traces]
-    is_partial = all(trace.peers == "loopback" for trace in traces)
-    if not is_partial and ranks != list(range(world_size)):
+    is_partial = all(trace.peers == LOOPBACK for trace in traces)
+    is_whole = len(ranks) == world_size and ranks == list(range(world_size))
+    if not is_partial and not is_whole:
         raise TraceError(f"{folder}: expected the ranks 0 to {world_size - 1}, got {ranks}.")
     return traces

@@ -11,8 +11,11 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Final
 
-SCHEMA_VERSION: Final = 2
+SCHEMA_VERSION: Final = 3
 """Raised when a field changes its meaning; readers refuse versions they do not know."""
+
+READABLE_VERSIONS: Final = (2, 3)
+"""Versions that are read: records of the older one are converted (`upgraded`)."""
 
 
 class TraceError(ValueError):
@@ -90,7 +93,8 @@ FIELDS: Final[dict[OpKind, dict[str, tuple[type, ...]]]] = {
     OpKind.RESIZE: {"stream": _INT, "storage": _INT, "bytes": _INT, "was": _INT},
     OpKind.ALLOCATE: {"stream": _INT, "storage": _INT, "bytes": _INT},
     OpKind.FREE: {"storage": _INT},
-    OpKind.NAME: {"storage": _INT, "name": _STR},
+    # What a storage holds: a unit's "full weight", "model weight", "main gradient", ...
+    OpKind.NAME: {"storage": _INT, "unit": _STR, "kind": _STR},
     OpKind.KERNEL: {"stream": _INT, "name": _STR, "reads": _LIST, "writes": _LIST},
     OpKind.GROUP: {"group": _STR, "ranks": (list,)},
     OpKind.COLLECTIVE: {
@@ -126,11 +130,12 @@ FIELDS: Final[dict[OpKind, dict[str, tuple[type, ...]]]] = {
     OpKind.REMOVE: {"model": _INT},
     OpKind.UNIT: {"unit": _STR, "parameters": _INT, "trainable": _INT, "bytes": _INT},
     # One a parameter: its owner (None without one), the gradients that it gets a microbatch (0 when
-    # frozen), whether they come from a later weight-gradient call, and all its names when tied.
+    # frozen, None when nobody knows), whether they come from a later weight-gradient call, and all
+    # its names when tied.
     OpKind.PARAMETER: {
         "parameter": _STR,
         "unit": _OPT_STR,
-        "fires": _INT,
+        "fires": _OPT_INT,
         "delayed": _BOOL,
         "names": _LIST,
         "shape": _LIST,
@@ -163,9 +168,17 @@ OPTIONAL: Final[dict[str, tuple[type, ...]]] = {
 Nanoseconds since the trace began. Only traces of a GPU run have them, and only when asked for.
 """
 
-OPTIONAL_OF: Final[dict[OpKind, dict[str, tuple[type, ...]]]] = {
-    # "loopback": the other ranks were not there, so no other rank's file is missing.
-    OpKind.HEADER: {"peers": _STR},
+_OPTIONAL_OF: Final[dict[OpKind, dict[str, tuple[type, ...]]]] = {
+    # What ran: the target and the release and folder of its Megatron; what stands for the other
+    # ranks ("loopback" where one rank was run alone); and bounds that the target declares: the
+    # most units unsharded at once, reductions of a unit a step: {"unsharded": 4, "reductions": 1}.
+    OpKind.HEADER: {
+        "target": _STR,
+        "megatron": _STR,
+        "tree": _OPT_STR,
+        "peers": _STR,
+        "bounds": (dict,),
+    },
     # Shapes of the tensors read and written, each with its dtype in front: ["bf16", 64, 32].
     # Whether autograd launched it, which costs the host less than Python does.
     OpKind.KERNEL: {"shapes": _LIST, "backward": _BOOL},
@@ -178,7 +191,46 @@ OPTIONAL_OF: Final[dict[OpKind, dict[str, tuple[type, ...]]]] = {
     # Whether autograd is running: a forward hook seen then belongs to a recomputation.
     OpKind.HOOK: {"in_backward": _BOOL},
 }
-"""Fields that records of one operation may carry."""
+
+OPTIONAL_OF: Final[dict[OpKind, dict[str, tuple[type, ...]]]] = {
+    op: {**({"chunk": _INT} if "unit" in FIELDS[op] else {}), **_OPTIONAL_OF.get(op, {})}
+    for op in OpKind
+}
+"""Fields that records of one operation may carry.
+
+Those about a unit may say in which model chunk it is; without that it is chunk 0.
+"""
+
+_ALLOWED: Final = {op: {**FIELDS[op], **OPTIONAL, **OPTIONAL_OF[op]} for op in OpKind}
+
+
+_LARGEST: Final = 2**63 - 1
+
+_SIGNED: Final = frozenset({"priority", "version", *OPTIONAL})
+"""Numbers that may be negative; all others count something or are ids."""
+
+_LISTS_OF: Final[dict[str, type]] = {
+    "reads": int,
+    "writes": int,
+    "ranks": int,
+    "shape": int,
+    "names": str,
+    "present": str,
+    "missing": str,
+}
+
+
+def upgraded(record: dict[str, object], version: int) -> dict[str, object]:
+    """Returns a record of an older schema as one of this one. What does not fit stays as it is."""
+    if version != 2 or "op" not in record:
+        return record
+    if record["op"] == OpKind.HEADER:
+        return {**record, "schema": SCHEMA_VERSION}
+    if record["op"] == OpKind.NAME and isinstance(record.get("name"), str):
+        unit, _, kind = str(record["name"]).partition(":")
+        rest = {name: value for name, value in record.items() if name != "name"}
+        return {**rest, "unit": unit, "kind": kind}
+    return record
 
 
 def validate_record(record: object) -> None:
@@ -197,9 +249,8 @@ def validate_record(record: object) -> None:
         raise ValueError(f"Expected 'op' to be one of {known}; got {record.get('op')!r}.") from None
     if type(record.get("seq")) is not int:
         raise ValueError(f"Expected an integer 'seq', got {record.get('seq')!r}.")
-    required = FIELDS[op]
-    allowed = {**required, **OPTIONAL, **OPTIONAL_OF.get(op, {})}
-    for name in required:
+    allowed = _ALLOWED[op]
+    for name in FIELDS[op]:
         if name not in record:
             raise ValueError(f"Expected field {name!r} in a {op} record, got none.")
     for name, value in record.items():
@@ -215,5 +266,76 @@ def validate_record(record: object) -> None:
         if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
             wanted = " or ".join(t.__name__ for t in types)
             raise ValueError(
-                f"Expected {wanted} in field {name!r} of a {op} record, got {value!r}."
+                f"Expected {wanted} in field {name!r} of a {op} record, got {_short(value)}."
             )
+        better = _what_belongs(name, value)
+        if better is not None:
+            raise ValueError(
+                f"Expected {better} in field {name!r} of a {op} record, got {_short(value)}."
+            )
+
+
+def _what_belongs(name: str, value: object) -> str | None:
+    """Returns what a field of the right type should hold instead, or None if it is right."""
+    if type(value) is int:
+        if name in _SIGNED:
+            return None if abs(value) <= _LARGEST else "an integer of 64 bits"
+        least = 1 if name in ("world_size", "divisor") else 0
+        if not least <= value <= _LARGEST:
+            return f"an integer of at least {least} and below 2**63"
+    elif type(value) is list:
+        return _what_list_belongs(name, value)
+    elif type(value) is dict:
+        return _what_settings_belong(name, value)
+    return None
+
+
+def _what_list_belongs(name: str, value: list[object]) -> str | None:
+    if name == "shapes":
+        return None if all(map(_is_shape, value)) else 'shapes like ["bf16", 64, 32]'
+    if _LISTS_OF[name] is str:
+        return None if all(type(entry) is str for entry in value) else "a list of texts"
+    if name == "ranks" and not value:
+        return "at least one rank"
+    return None if all(map(_is_count, value)) else "a list of numbers from 0"
+
+
+def _what_settings_belong(name: str, value: dict[str, object]) -> str | None:
+    if name == "bounds":
+        return None if all(map(_is_count, value.values())) else "numbers from 0"
+    for entry in value.values():
+        entries = entry if type(entry) is list else [entry]
+        if any(type(one) in (list, dict) for one in entries):
+            return "settings that are no deeper than a list"
+    wrong = [key for key in COUNTS if key in value and not _is_positive(value[key])]
+    return f"a number from 1 as {wrong[0]!r}" if wrong else None
+
+
+COUNTS: Final = ("num_microbatches", "expert_model_parallel_size")
+"""Settings of a scenario that readers count with."""
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value <= _LARGEST
+
+
+def _is_positive(value: object) -> bool:
+    return _is_count(value) and value != 0
+
+
+def _is_shape(value: object) -> bool:
+    return (
+        type(value) is list
+        and len(value) > 0
+        and type(value[0]) is str
+        and all(map(_is_count, value[1:]))
+    )
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+
+
+_LONGEST: Final = 80
+"""Characters of a wrong value that a message shows."""

@@ -61,15 +61,16 @@ class Recorder:
         return self._sink is not None
 
     def header(
-        self, *, rank: int, world_size: int, scenario: dict[str, Any], peers: str | None = None
+        self, *, rank: int, world_size: int, scenario: dict[str, Any], **more: object
     ) -> None:
-        """Writes the first record.
+        """Writes the first record. `scenario` must hold nothing that differs between equal runs.
 
         Args:
             rank: This rank.
             world_size: Ranks of the job.
-            scenario: The run; it must hold nothing that differs between equal runs.
-            peers: What stood for the other ranks, or None where they were there.
+            scenario: What is run.
+            **more: What else a header may say (`real.trace.record.OPTIONAL_OF`): None leaves it out
+                where None says nothing.
         """
         self.record(
             OpKind.HEADER,
@@ -77,7 +78,7 @@ class Recorder:
             rank=rank,
             world_size=world_size,
             scenario=scenario,
-            **({} if peers is None else {"peers": peers}),
+            **{name: value for name, value in more.items() if value is not None or name == "tree"},
         )
 
     def record(self, op: OpKind, **fields: object) -> int:

@@ -269,4 +269,4 @@ def name_storage(tensor: torch.Tensor, unit: str, kind: str) -> None:
     """Names a tensor's storage in the trace as a buffer of a unit."""
     device = active_device()
     storage = device.storage_id(tensor.untyped_storage())
-    device.recorder.record(OpKind.NAME, storage=storage, name=f"{unit}:{kind}")
+    device.recorder.record(OpKind.NAME, storage=storage, unit=unit, kind=kind)

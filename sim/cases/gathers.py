@@ -10,9 +10,10 @@ from collections import Counter
 from collections.abc import Sequence
 
 from real.trace import OpKind, Trace
+from real.trace.read import named_storages, walk
 from real.trace.recorder import Record
 from sim.checks import Access, Violation
-from sim.checks.base import unit_label, walk
+from sim.checks.base import unit_label
 
 
 def check_late_readers(traces: Sequence[Trace]) -> list[Violation]:
@@ -60,11 +61,10 @@ def check_late_readers(traces: Sequence[Trace]) -> list[Violation]:
 
 def _full_weights(trace: Trace) -> dict[int, str]:
     """Returns the unit of every storage that holds full weights."""
-    names = {r["storage"]: r["name"] for r in trace.records if r["op"] == OpKind.NAME}
     return {
-        storage: name.partition(":")[0]
-        for storage, name in names.items()
-        if name.partition(":")[2] == "full weight"
+        storage: named.unit.name
+        for storage, named in named_storages(trace).items()
+        if named.kind == "full weight"
     }
 
 

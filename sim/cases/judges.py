@@ -19,10 +19,11 @@ import torch
 
 from real.result import MAX_GRAD_NORM_REL_ERROR
 from real.trace import OpKind, Trace
+from real.trace.read import Place, walk
 from real.trace.recorder import Record
 from sim.cases.worlds import Outcome
 from sim.checks import Violation
-from sim.checks.base import Place, unit_label, walk
+from sim.checks.base import unit_label
 from sim.world import MismatchError
 
 if TYPE_CHECKING:

@@ -10,8 +10,9 @@ import math
 from collections.abc import Sequence
 
 from real.trace import OpKind, Trace
+from real.trace.read import walk
 from sim.checks import Violation
-from sim.checks.base import unit_label, walk
+from sim.checks.base import unit_label
 
 
 def check_reduce_inputs(traces: Sequence[Trace]) -> list[Violation]:
@@ -62,8 +63,8 @@ def check_kept_gradients(traces: Sequence[Trace]) -> list[Violation]:
         for record, place in walk(trace.records):
             if record["op"] == OpKind.FREE:
                 live.pop(record["storage"], None)
-            elif record["op"] == OpKind.NAME and record["name"].endswith(":full gradient"):
-                unit = record["name"].partition(":")[0]
+            elif record["op"] == OpKind.NAME and record["kind"] == "full gradient":
+                unit = record["unit"]
                 for kept in sorted(set(live.values()) - {unit} - reported):
                     reported.add(kept)
                     found.append(

@@ -13,9 +13,10 @@ from collections.abc import Sequence
 from typing import Final
 
 from real.trace import OpKind, Trace
+from real.trace.read import walk
 from sim.cases.ordering import OVERLAP
 from sim.checks import Violation
-from sim.checks.base import unit_label, walk
+from sim.checks.base import unit_label
 from sim.checks.clocks import StreamClocks
 
 _REDUCTIONS: Final = ("reduce_scatter", "all_reduce")

@@ -10,9 +10,10 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from real.trace import OpKind, Trace
+from real.trace.read import walk
 from real.trace.recorder import Record
 from sim.checks import Access, Violation
-from sim.checks.base import unit_label, walk
+from sim.checks.base import unit_label
 from sim.checks.clocks import StreamClocks
 
 OVERLAP = "overlap"

@@ -66,7 +66,7 @@ class Rank:
     def name(self, tensor: torch.Tensor, unit: str, kind: str = "full weight") -> None:
         """Names a tensor's storage as a buffer of a unit."""
         storage = self.device.storage_id(tensor.untyped_storage())
-        self.device.recorder.record(OpKind.NAME, storage=storage, name=f"{unit}:{kind}")
+        self.device.recorder.record(OpKind.NAME, storage=storage, unit=unit, kind=kind)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +147,7 @@ def run_ranks(
             results = make_world(num_ranks, options).run(on_rank)
     except WorldError as failure:
         error = failure
-    traces = traces_of(sinks, is_complete=error is None)
+    traces = traces_of(sinks, why_incomplete="" if error is None else "an error ended the run")
     return Outcome(traces=traces, results=results, error=error)
 
 

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from real.trace import OpKind, Trace
+from real.trace.read import UnitKey, unit_key
 from real.trace.recorder import Record
 from sim.checks.base import Reporter, Violation, unit_label
+from sim.checks.rules import Judges, named, records_of
 
 _KIND: Final = "main gradient"
 _CLEARS: Final = frozenset({"zero_", "_foreach_zero_", "fill_"})
@@ -21,6 +23,10 @@ _BORDERS: Final = frozenset(
     {OpKind.NAME, OpKind.REDUCE, OpKind.OPTIMIZER_STEP, OpKind.STEP, OpKind.GRAD_READ}
 )
 _ADDS: Final = frozenset({"add_", "_foreach_add_"})
+
+JUDGES: Final = (
+    Judges("I13", (records_of(OpKind.KERNEL), named(_KIND), records_of(OpKind.REDUCE))),
+)
 
 
 def check_accumulation(traces: Sequence[Trace]) -> list[Violation]:
@@ -38,7 +44,7 @@ class _Gradient:
         is_stale: Holds the gradient of a step whose optimizer step is over.
     """
 
-    unit: str
+    unit: UnitKey
     reduction: int | None = None
     is_stale: bool = False
 
@@ -48,8 +54,8 @@ class _Checker:
         self._trace = trace
         self._reporter = Reporter(trace)
         self._gradients: dict[int, _Gradient] = {}
-        self._num_reductions: dict[str, int] = {}
-        self._reported: set[str] = set()
+        self._num_reductions: dict[UnitKey, int] = {}
+        self._reported: set[UnitKey] = set()
 
     def run(self) -> list[Violation]:
         gradients = self._gradients
@@ -60,11 +66,10 @@ class _Checker:
                     if number in gradients:
                         self._write(record, gradients[number], number)
             elif op == OpKind.NAME:
-                unit, _, kind = record["name"].partition(":")
-                if kind == _KIND:
-                    gradients[record["storage"]] = _Gradient(unit)
+                if record["kind"] == _KIND:
+                    gradients[record["storage"]] = _Gradient(unit_key(record))
             elif op == OpKind.REDUCE:
-                unit = record["unit"]
+                unit = unit_key(record)
                 self._num_reductions[unit] = self._num_reductions.get(unit, 0) + 1
             elif op == OpKind.OPTIMIZER_STEP or (op == OpKind.STEP and record["event"] == "begin"):
                 for gradient in gradients.values():
@@ -80,7 +85,7 @@ class _Checker:
         numbers = {
             record["storage"]
             for record in self._trace.lean_records
-            if record["op"] == OpKind.NAME and record["name"].endswith(f":{_KIND}")
+            if record["op"] == OpKind.NAME and record["kind"] == _KIND
         }
         if not numbers:
             return []

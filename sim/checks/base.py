@@ -1,23 +1,13 @@
-"""What a check finds, and the place in the schedule where it was found."""
+"""What a check finds, and how it says where."""
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, Final, NamedTuple, Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple, Protocol
 
-from real.trace import OpKind, Trace
-from real.trace.recorder import Record
-
-_PLACED: Final = frozenset({OpKind.NODE, OpKind.NODE_END, OpKind.STEP, OpKind.HOOK})
-"""Records that say where in the schedule the next ones are."""
-
-
-def only(trace: Trace, ops: frozenset[OpKind]) -> list[Record]:
-    """Returns the records of some operations, and those that say where they are."""
-    wanted = ops | _PLACED
-    return [record for record in trace.lean_records if record["op"] in wanted]
+from real.trace import Trace
+from real.trace.read import Place, Places, UnitKey, stream_roles
 
 
 class Access(NamedTuple):
@@ -112,73 +102,9 @@ class Check(Protocol):
         ...
 
 
-def unit_label(name: str | None) -> str | None:
+def unit_label(unit: UnitKey | str | None) -> str | None:
     """Returns a unit's name for readers."""
-    return "<root>" if name == "" else name
-
-
-@dataclass
-class Place:
-    """Where in the schedule a record is.
-
-    Attributes:
-        step: Optimizer step, or None before the first.
-        nodes: Open schedule nodes with their microbatches, outermost first.
-        hook: The newest hook inside the node.
-    """
-
-    step: int | None = None
-    nodes: list[tuple[str, int | None]] = field(default_factory=list)
-    hook: str | None = None
-
-    @property
-    def node(self) -> str | None:
-        """The innermost node."""
-        return self.nodes[-1][0] if self.nodes else None
-
-    @property
-    def microbatch(self) -> int | None:
-        """The innermost node's microbatch."""
-        return self.nodes[-1][1] if self.nodes else None
-
-    def __str__(self) -> str:
-        parts = [
-            *([self.node] if self.node is not None else []),
-            *([f"microbatch {self.microbatch}"] if self.microbatch is not None else []),
-            *([f"after {self.hook}"] if self.hook is not None else []),
-        ]
-        return ", ".join(parts)
-
-    def enter(self, record: Record) -> None:
-        """Takes a record into account before it is judged."""
-        op = record["op"]
-        if op == OpKind.NODE:
-            layer = record["layer"]
-            of = f" of {layer}" if layer is not None else ""
-            self.nodes.append((f"{record['name']} {record['direction']}{of}", record["microbatch"]))
-            self.hook = None
-        elif op == OpKind.STEP and record["event"] == "begin":
-            self.step = record["step"]
-        elif op == OpKind.HOOK:
-            self.hook = f"{record['point']} of {record['module'] or '<root>'}"
-
-    def leave(self, record: Record) -> None:
-        """Takes a record into account after it was judged."""
-        if record["op"] == OpKind.NODE_END and self.nodes:
-            self.nodes.pop()
-            self.hook = None
-
-
-def walk(records: Sequence[Record]) -> Iterator[tuple[Record, Place]]:
-    """Yields every record with its place; the place object is one and changes as it goes."""
-    place = Place()
-    for record in records:
-        if record["op"] in _PLACED:
-            place.enter(record)
-            yield record, place
-            place.leave(record)
-        else:
-            yield record, place
+    return str(unit) if isinstance(unit, UnitKey) else "<root>" if unit == "" else unit
 
 
 class Reporter:
@@ -192,14 +118,14 @@ class Reporter:
         self.found: list[Violation] = []
         self._trace = trace
         self._roles: dict[int, str] | None = None
-        self._places: tuple[list[int], list[Place]] | None = None
+        self._places: Places | None = None
 
     def report(
         self,
         rule: str,
         message: str,
         *,
-        unit: str | None = None,
+        unit: UnitKey | str | None = None,
         seq: int | None = None,
         first: Access | None = None,
         second: Access | None = None,
@@ -245,27 +171,5 @@ class Reporter:
     def place_at(self, seq: int) -> Place:
         """Returns the place of a record. The first question costs a walk over the trace."""
         if self._places is None:
-            seqs: list[int] = []
-            places: list[Place] = []
-            walked = Place()
-            for record in self._trace.lean_records:
-                walked.enter(record)
-                seqs.append(record["seq"])
-                places.append(replace(walked, nodes=walked.nodes[-1:]))
-                walked.leave(record)
-                if record["op"] == OpKind.NODE_END:
-                    seqs.append(record["seq"] + 1)
-                    places.append(replace(walked, nodes=walked.nodes[-1:]))
-            self._places = seqs, places
-        seqs, places = self._places
-        at = bisect_right(seqs, seq) - 1
-        return places[at] if at >= 0 else Place()
-
-
-def stream_roles(trace: Trace) -> dict[int, str]:
-    """Returns what each stream is for, as far as the trace says."""
-    roles: dict[int, str] = {}
-    for record in trace.lean_records:
-        if record["op"] == OpKind.STREAM_ROLE:
-            roles.setdefault(record["stream"], record["role"])
-    return roles
+            self._places = Places(self._trace)
+        return self._places.at(seq)

@@ -9,11 +9,16 @@ by the first one before the end; and gradients stay where they are, since a repl
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from real.trace import OpKind, Trace
+from real.trace.read import Named, UnitKey, named_of
 from real.trace.recorder import Record
 from sim.checks.base import Access, Reporter, Violation
 from sim.checks.clocks import StreamClocks
+from sim.checks.rules import Judges, records_of
+
+JUDGES: Final = (Judges("I19", (records_of(OpKind.CAPTURE),)),)
 
 
 def check_capture(traces: Sequence[Trace]) -> list[Violation]:
@@ -35,7 +40,7 @@ class _Checker:
         # Streams that take part, with their newest record inside.
         self._captured: dict[int, Record] = {}
         self._captured_events: set[int] = set()
-        self._names: dict[str, set[int]] = {}
+        self._names: dict[Named, set[int]] = {}
 
     def run(self) -> list[Violation]:
         for record in self._trace.records:
@@ -45,7 +50,7 @@ class _Checker:
             elif self._begin is not None:
                 self._inside(record)
             if op == OpKind.NAME:
-                self._names.setdefault(record["name"], set()).add(record["storage"])
+                self._names.setdefault(named_of(record), set()).add(record["storage"])
             self._clocks.advance(record)
         if self._begin is not None and self._trace.is_complete:
             self._report("The capture never ends.", self._begin)
@@ -88,14 +93,14 @@ class _Checker:
             if record["what"] == "device" or record["on"] in self._captured:
                 self._report("The host waits for work that is only being captured.", record)
         elif op == OpKind.NAME:
-            kind = record["name"].partition(":")[2]
-            known = self._names.get(record["name"], set())
-            if "gradient" in kind and known and record["storage"] not in known:
+            named = named_of(record)
+            known = self._names.get(named, set())
+            if "gradient" in named.kind and known and record["storage"] not in known:
                 self._report(
                     "A gradient is bound to new memory inside the capture: replays write there and "
                     "the optimizer reads elsewhere.",
                     record,
-                    unit=record["name"].partition(":")[0],
+                    unit=named.unit,
                 )
         stream = record.get("stream")
         if stream in self._captured and op not in (OpKind.EVENT_WAIT, OpKind.STREAM_WAIT):
@@ -134,7 +139,7 @@ class _Checker:
         message: str,
         record: Record,
         *,
-        unit: str | None = None,
+        unit: UnitKey | None = None,
         first: Access | None = None,
         missing: str | None = None,
     ) -> None:

@@ -12,8 +12,10 @@ from itertools import zip_longest
 from typing import Final
 
 from real.trace import OpKind, Trace
+from real.trace.read import unit_or_none
 from real.trace.recorder import Record
-from sim.checks.base import Access, Reporter, Violation, unit_label
+from sim.checks.base import Access, Reporter, Violation
+from sim.checks.rules import SEVERAL_RANKS, Judges, records_of
 
 _MESSAGES: Final = ("send", "recv")
 _EQUAL_SIZES: Final = frozenset(
@@ -21,6 +23,10 @@ _EQUAL_SIZES: Final = frozenset(
 )
 
 Members = tuple[int, ...]
+
+JUDGES: Final = tuple(
+    Judges(rule, (records_of(OpKind.COLLECTIVE), SEVERAL_RANKS)) for rule in ("I11", "I12")
+)
 
 
 def check_collectives(traces: Sequence[Trace]) -> list[Violation]:
@@ -69,7 +75,7 @@ def _compare_ranks(
                     "I11",
                     f"Call {a['n']} of group {group} is {_text(a, differences)} here and "
                     f"{_text(b, differences)} on rank {other_rank}.",
-                    unit=a["unit"],
+                    unit=unit_or_none(a),
                     first=_access(b, other_rank, reporters),
                     second=_access(a, rank, reporters),
                 )
@@ -81,7 +87,7 @@ def _compare_ranks(
                 "I12",
                 f"Group {group} has {len(mine)} calls here and {len(other)} on rank {other_rank}; "
                 f"the first that has no partner is {_text(extra, [])}.",
-                unit=extra["unit"],
+                unit=unit_or_none(extra),
                 first=_access(extra, longer[1], reporters),
             )
             return
@@ -89,7 +95,7 @@ def _compare_ranks(
 
 def _differences(a: Record, b: Record) -> Iterator[str]:
     """Yields the fields in which two calls that meet must agree and do not."""
-    if (a["kind"], a["unit"]) != (b["kind"], b["unit"]):
+    if (a["kind"], unit_or_none(a)) != (b["kind"], unit_or_none(b)):
         yield "kind"
     elif a["kind"] != "barrier":
         if a["dtype"] != b["dtype"]:
@@ -112,7 +118,7 @@ def _compare_messages(
                 "I11",
                 f"Message {record['n']} from rank {source} to rank {target} in group {group} is "
                 f"{'received and never sent' if sent is None else 'sent and never received'}.",
-                unit=record["unit"],
+                unit=unit_or_none(record),
                 second=_access(record, rank, reporters),
             )
             return
@@ -122,7 +128,7 @@ def _compare_messages(
                 f"Message {sent['n']} from rank {source} to rank {target} in group {group} is sent "
                 f"as {sent['bytes']} bytes of {sent['dtype']} and received as "
                 f"{received['bytes']} bytes of {received['dtype']}.",
-                unit=received["unit"],
+                unit=unit_or_none(received),
                 first=_access(sent, source, reporters),
                 second=_access(received, target, reporters),
             )
@@ -136,7 +142,7 @@ def _access(record: Record, rank: int, reporters: dict[int, Reporter]) -> Access
 
 
 def _text(record: Record, differences: Sequence[str]) -> str:
-    unit = unit_label(record["unit"])
+    unit = unit_or_none(record)
     text = str(record["kind"]) + (f" of unit {unit}" if unit is not None else "")
     if "dtype" in differences or "bytes" in differences:
         text += f" with {record['bytes']} bytes of {record['dtype']}"

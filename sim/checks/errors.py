@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from typing import Final, Protocol
 
 from real.trace import OpKind, Trace
+from real.trace.read import Place, named_storages, walk
 from real.trace.recorder import Record
-from sim.checks.base import Place, Violation, unit_label, walk
+from sim.checks.base import Violation, unit_label
 from sim.world import ErrorKind
 
 
@@ -138,11 +139,11 @@ def _unit_at_end(trace: Trace, rule: str | None) -> str | None:
     if rule == "I8":
         return ""  # only the root installs autograd's final callback
     if rule == "I1":
-        names = {r["storage"]: r["name"] for r in trace.records if r["op"] == OpKind.NAME}
+        names = named_storages(trace)
         kernel = next((r for r in reversed(trace.records) if r["op"] == OpKind.KERNEL), None)
         for storage in [] if kernel is None else kernel["reads"]:
             if storage in names:
-                return str(names[storage]).partition(":")[0]
+                return names[storage].unit.name
     units = map(_unit_of, reversed(trace.records))
     return next((unit for unit in units if unit is not None), None)
 

@@ -13,8 +13,11 @@ from collections.abc import Sequence
 from typing import Final
 
 from real.trace import OpKind, Trace
+from real.trace.read import Place, UnitKey, bound, only, unit_key, walk
 from real.trace.recorder import Record
-from sim.checks.base import Place, Reporter, Violation, only, unit_label, walk
+from real.trace.typed import Reduce, select
+from sim.checks.base import Reporter, Violation, unit_label
+from sim.checks.rules import COUNTED, SEVERAL_RANKS, Judges, records_of
 
 _JUDGED: Final = frozenset(
     {
@@ -24,6 +27,14 @@ _JUDGED: Final = frozenset(
         OpKind.GRADIENTS,
         OpKind.OPTIMIZER_STEP,
     }
+)
+
+JUDGES: Final = (
+    Judges("I5", (COUNTED, records_of(OpKind.HOOK), records_of(OpKind.REDUCE))),
+    Judges("I6", (records_of(OpKind.GRADIENTS),)),
+    Judges("I7", (COUNTED, records_of(OpKind.HOOK), records_of(OpKind.REDUCE))),
+    Judges("I7", (records_of(OpKind.PARAMETER), records_of(OpKind.GRADIENTS))),
+    Judges("I12", (records_of(OpKind.REDUCE), SEVERAL_RANKS), is_whole=False),
 )
 
 
@@ -37,18 +48,27 @@ class _Checker:
     def __init__(self, trace: Trace) -> None:
         self._records = only(trace, _JUDGED)
         self._reporter = Reporter(trace)
-        self._num_microbatches: int | None = trace.scenario.get("num_microbatches")
+        declared = bound(trace, "reductions")
+        settings = trace.scenario
+        self._num_reductions: int | None = (
+            settings.get("num_microbatches") if declared is None else declared
+        )
         # What was declared, by unit.
-        self._declared: dict[str, dict[str, int]] = defaultdict(dict)
-        self._delayed: set[str] = set()
+        self._declared: dict[UnitKey, dict[UnitKey, int]] = defaultdict(dict)
+        self._delayed: set[UnitKey] = set()
         self._has_wgrad_nodes = any(
             r["op"] == OpKind.NODE and r["direction"] == "wgrad" for r in self._records
         )
+        # Without hooks that tell, nobody counts what fires.
+        self._are_fires_told = any(r["op"] == OpKind.HOOK for r in self._records)
+        self._are_reductions_told = self._are_fires_told or any(
+            r["op"] == OpKind.REDUCE for r in self._records
+        )
         # What happened since the unit's last reduction.
-        self._fires: Counter[str] = Counter()
-        self._zero_filled: set[str] = set()
-        self._reductions: Counter[tuple[str, int | None]] = Counter()
-        self._in_step: Counter[str] = Counter()
+        self._fires: Counter[UnitKey] = Counter()
+        self._zero_filled: set[UnitKey] = set()
+        self._reductions: Counter[tuple[UnitKey, int | None]] = Counter()
+        self._in_step: Counter[UnitKey] = Counter()
         self._is_judged = False
 
     def run(self) -> list[Violation]:
@@ -59,7 +79,7 @@ class _Checker:
             elif op == OpKind.HOOK and record["point"] == "post_gradient":
                 self._fire(record, place)
             elif op == OpKind.ZERO_FILL:
-                self._zero_filled.add(record["parameter"])
+                self._zero_filled.add(_parameter(record))
             elif op == OpKind.REDUCE:
                 self._reduce(record, place)
             elif op == OpKind.GRADIENTS:
@@ -73,20 +93,24 @@ class _Checker:
         return self._reporter.found
 
     def _declare(self, record: Record) -> None:
-        if record["unit"] is not None and record["fires"]:
-            self._declared[record["unit"]][record["parameter"]] = record["fires"]
-            if record["delayed"]:
-                self._delayed.add(record["parameter"])
+        if record["unit"] is None:
+            return
+        unit, parameter = unit_key(record), _parameter(record)
+        if record["fires"]:
+            self._declared[unit][parameter] = record["fires"]
+        if record["delayed"]:
+            self._delayed.add(parameter)
 
     def _fire(self, record: Record, place: Place) -> None:
-        unit, parameter = record["unit"], record["module"]
+        unit = unit_key(record)
+        parameter = unit.beside(record["module"])
         self._fires[parameter] += 1
         declared = self._declared[unit].get(parameter)
         if declared is not None and self._fires[parameter] == declared + 1:
             self._report(
                 "I5",
                 f"Expected {declared} gradient(s) of {parameter} a microbatch, got one more before "
-                f"unit {unit_label(unit)} was reduced.",
+                f"unit {unit} was reduced.",
                 record,
             )
         if parameter in self._delayed and self._has_wgrad_nodes:
@@ -98,67 +122,75 @@ class _Checker:
                 )
 
     def _reduce(self, record: Record, place: Place) -> None:
-        unit = record["unit"]
+        unit = unit_key(record)
         self._reductions[unit, place.microbatch] += 1
         self._in_step[unit] += 1
         # The plain schedule runs no nodes, so no record has a microbatch: judge the step.
         is_in_microbatch = place.microbatch is not None
-        allowed = 1 if is_in_microbatch else self._num_microbatches
+        allowed = 1 if is_in_microbatch else self._num_reductions
         if allowed and self._reductions[unit, place.microbatch] == allowed + 1:
             how_often = "twice in one" if is_in_microbatch else "more than once a"
-            message = f"Unit {unit_label(unit)} is reduced {how_often} microbatch."
+            message = f"Unit {unit} is reduced {how_often} microbatch."
             self._report("I5", message, record)
-        for parameter, declared in self._declared[unit].items():
+        for parameter, declared in self._declared[unit].items() if self._are_fires_told else ():
             fires = self._fires.pop(parameter, 0)
             if fires < declared and not (fires == 0 and parameter in self._zero_filled):
                 rule = "I7" if parameter in self._delayed else "I5"
                 self._report(
                     rule,
-                    f"Unit {unit_label(unit)} is reduced after {fires} of {declared} gradient(s) "
+                    f"Unit {unit} is reduced after {fires} of {declared} gradient(s) "
                     f"of {parameter}.",
                     record,
                 )
             self._zero_filled.discard(parameter)
 
     def _present(self, record: Record) -> None:
-        for parameter in record["missing"]:
+        unit = unit_key(record)
+        for parameter in map(unit.beside, record["missing"]):
             is_delayed = parameter in self._delayed
             self._report(
                 "I7" if is_delayed else "I6",
-                f"Unit {unit_label(record['unit'])} is reduced without "
+                f"Unit {unit} is reduced without "
                 f"{'the delayed gradient' if is_delayed else 'a gradient'} of {parameter}.",
                 record,
             )
 
     def _end_step(self, record: Record) -> None:
-        if self._is_judged:
+        if self._is_judged or not self._are_reductions_told:
             return
         self._is_judged = True
         for unit, parameters in self._declared.items():
-            expected = self._num_microbatches
+            expected = self._num_reductions
             if parameters and expected is not None and self._in_step[unit] < expected:
                 self._report(
                     "I5",
-                    f"Unit {unit_label(unit)} is reduced {self._in_step[unit]} times in a step of "
-                    f"{expected} microbatches.",
-                    {**record, "unit": unit},
+                    f"Unit {unit} is reduced {self._in_step[unit]} times in a step, not "
+                    f"{expected}.",
+                    record,
+                    unit,
                 )
             left = [name for name in parameters if self._fires.pop(name, 0)]
             if left:
                 self._report(
                     "I5",
-                    f"Unit {unit_label(unit)} is not reduced after the last gradients of "
-                    f"{', '.join(left)}: its countdown is held open.",
-                    {**record, "unit": unit},
+                    f"Unit {unit} is not reduced after the last gradients of "
+                    f"{', '.join(map(str, left))}: its countdown is held open.",
+                    record,
+                    unit,
                 )
 
-    def _report(self, rule: str, message: str, record: Record) -> None:
-        self._reporter.report(rule, message, unit=record["unit"], seq=record["seq"])
+    def _report(self, rule: str, message: str, record: Record, unit: UnitKey | None = None) -> None:
+        self._reporter.report(rule, message, unit=unit or unit_key(record), seq=record["seq"])
+
+
+def _parameter(record: Record) -> UnitKey:
+    """Returns a parameter's name in its chunk."""
+    return unit_key(record).beside(record["parameter"])
 
 
 def _check_participation(traces: Sequence[Trace]) -> list[Violation]:
     counts = [
-        Counter(r["unit"] for r in trace.lean_records if r["op"] == OpKind.REDUCE)
+        Counter(unit_key(record) for record in select(trace.lean_records, Reduce))
         for trace in traces
     ]
     found = []
@@ -169,7 +201,7 @@ def _check_participation(traces: Sequence[Trace]) -> list[Violation]:
                     Violation(
                         rule="I12",
                         rank=trace.rank,
-                        message=f"Unit {unit_label(unit)} is reduced {count[unit]} times here and "
+                        message=f"Unit {unit} is reduced {count[unit]} times here and "
                         f"{counts[0][unit]} times on rank {traces[0].rank}.",
                         unit=unit_label(unit),
                     )

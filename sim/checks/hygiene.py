@@ -12,8 +12,10 @@ from collections.abc import Sequence
 from typing import Final
 
 from real.trace import OpKind, Trace
+from real.trace.read import UnitKey, unit_key
 from real.trace.recorder import Record
 from sim.checks.base import Reporter, Violation
+from sim.checks.rules import Judges, records_of
 
 _JUDGED_POINTS: Final = ("pre_forward", "post_forward")
 
@@ -32,6 +34,11 @@ _OF_A_HOOK: Final = frozenset(
         OpKind.NVTX_PUSH,
         OpKind.NVTX_POP,
     }
+)
+
+JUDGES: Final = (
+    Judges("I16", (records_of(OpKind.INSTALL),)),
+    Judges("I16", (records_of(OpKind.HOOK),)),
 )
 
 
@@ -64,15 +71,15 @@ def _check_installations(trace: Trace, reporter: Reporter) -> None:
 
 
 def _check_twins(trace: Trace, reporter: Reporter) -> None:
-    num_fires: Counter[tuple[str, str]] = Counter()
-    twins: dict[tuple[str, str], list[Record]] = {}
+    num_fires: Counter[tuple[str, UnitKey]] = Counter()
+    twins: dict[tuple[str, UnitKey], list[Record]] = {}
     open_hook: Record | None = None
     for record in trace.lean_records:
         op = record["op"]
         if op == OpKind.HOOK and record["point"] in _JUDGED_POINTS:
-            key = (record["point"], record["module"])
+            key = _call_of(record)
             num_fires[key] += 1
-            if open_hook is not None and (open_hook["point"], open_hook["module"]) == key:
+            if open_hook is not None and _call_of(open_hook) == key:
                 if not _has_kernel_between(trace, open_hook, record):
                     twins.setdefault(key, []).append(record)
                     open_hook = None
@@ -93,11 +100,16 @@ def _check_twins(trace: Trace, reporter: Reporter) -> None:
             point, module = key
             reporter.report(
                 "I16",
-                f"Hook {point} of {module or '<root>'} fires twice for one call, {len(records)} "
+                f"Hook {point} of {module} fires twice for one call, {len(records)} "
                 "time(s) in the trace.",
-                unit=records[0]["unit"],
+                unit=unit_key(records[0]),
                 seq=records[0]["seq"],
             )
+
+
+def _call_of(hook: Record) -> tuple[str, UnitKey]:
+    """Returns a hook's point, and its module as a name in its chunk."""
+    return hook["point"], unit_key(hook).beside(hook["module"])
 
 
 def _kernel_range(trace: Trace) -> tuple[int, int]:

@@ -18,7 +18,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from real.trace import OpKind, Trace
+from real.trace.read import Named, UnitKey, declared_units, named_of, unit_or_none
 from sim.checks.base import Reporter, Violation, unit_label
+from sim.checks.rules import BOUND, REDUCTIONS, Judges, named, records_of
 from sim.checks.units import most_unsharded
 
 FULL: Final = "full weight"
@@ -86,6 +88,16 @@ def fsdp_bytes(trace: Trace) -> FsdpBytes | None:
     )
 
 
+_FULL_BYTES: Final = (named(FULL), records_of(OpKind.RESIZE), records_of(OpKind.STEP))
+_GRADIENT_BYTES: Final = (records_of(OpKind.ALLOCATE), records_of(OpKind.FREE), REDUCTIONS)
+JUDGES: Final = (
+    Judges("I3", _FULL_BYTES),
+    Judges("I3", _GRADIENT_BYTES, is_whole=False),
+    Judges("I20", (*_FULL_BYTES, records_of(OpKind.UNIT), BOUND)),
+    Judges("I20", _GRADIENT_BYTES, is_whole=False),
+)
+
+
 def check_memory(traces: Sequence[Trace]) -> list[Violation]:
     """Checks that every rank rests at its baseline and stays within the bound of its policy."""
     return [violation for trace in traces for violation in _check_rank(trace)]
@@ -104,14 +116,14 @@ class _Change:
     """
 
     seq: int
-    unit: str
+    unit: UnitKey
     kind: str
     bytes: int
     is_step: bool = False
 
 
 def _changes(trace: Trace) -> Iterator[_Change]:
-    names: dict[int, tuple[str, str]] = {}
+    names: dict[int, Named] = {}
     gradients = _gradient_buffers(trace)
     sizes: dict[int, int] = {}
     named = {r["storage"] for r in trace.lean_records if r["op"] == OpKind.NAME}
@@ -130,35 +142,34 @@ def _changes(trace: Trace) -> Iterator[_Change]:
                 owner = names.pop(record["storage"])
                 yield _Change(record["seq"], *owner, -sizes.pop(record["storage"], 0))
         elif op == OpKind.NAME:
-            unit, _, kind = record["name"].partition(":")
             if record["storage"] not in names and "bytes" in record:
-                names[record["storage"]] = unit, kind
+                holds = names[record["storage"]] = named_of(record)
                 sizes[record["storage"]] = record["bytes"]
-                yield _Change(record["seq"], unit, kind, record["bytes"])
+                yield _Change(record["seq"], *holds, record["bytes"])
         elif op == OpKind.RESIZE and record["storage"] in names:
             before = sizes[record["storage"]]
             sizes[record["storage"]] = record["bytes"]
             yield _Change(record["seq"], *names[record["storage"]], record["bytes"] - before)
         elif op == OpKind.STEP:
-            yield _Change(record["seq"], "", FULL, 0, is_step=True)
+            yield _Change(record["seq"], UnitKey(0, ""), FULL, 0, is_step=True)
 
 
-def _gradient_buffers(trace: Trace) -> dict[int, tuple[str, str]]:
+def _gradient_buffers(trace: Trace) -> dict[int, Named]:
     """Storages that a unit's reductions read and write, which are made for each of them.
 
     On a mesh of two axes only the first one reduces packed gradients; what the second one reads and
     writes is the unit's main gradient.
     """
-    found: dict[int, tuple[str, str]] = {}
-    first_axis: dict[str, str] = {}
+    found: dict[int, Named] = {}
+    first_axis: dict[UnitKey, str] = {}
     for record in trace.lean_records:
         if record["op"] == OpKind.COLLECTIVE and record["kind"] == "reduce_scatter":
-            unit = record["unit"]
+            unit = unit_or_none(record)
             if unit is not None and first_axis.setdefault(unit, record["group"]) == record["group"]:
                 for number in record["writes"]:
-                    found.setdefault(number, (unit, REDUCED))
+                    found.setdefault(number, Named(unit, REDUCED))
                 for number in record["reads"]:
-                    found[number] = unit, PACKED
+                    found[number] = Named(unit, PACKED)
     return found
 
 
@@ -168,15 +179,15 @@ def _known(by_kind: dict[str, int]) -> dict[str, int]:
 
 def _check_rank(trace: Trace) -> list[Violation]:
     reporter = Reporter(trace)
-    live: Counter[tuple[str, str]] = Counter()
-    full = {r["unit"]: r["bytes"] for r in trace.lean_records if r["op"] == OpKind.UNIT}
+    live: Counter[tuple[UnitKey, str]] = Counter()
+    full = {unit: record["bytes"] for unit, record in declared_units(trace).items()}
     num_units = most_unsharded(trace)
     bound = (
         None
         if num_units is None or not full
         else sum(sorted(full.values(), reverse=True)[:num_units])
     )
-    packed: set[str] = set()
+    packed: set[UnitKey] = set()
     for change in _changes(trace):
         if change.is_step:
             for (unit, kind), count in sorted(live.items()):

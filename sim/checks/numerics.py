@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
     from real.output import JobOutput
 
+RULES_BY_VALUE: Final = ("I13", "I14")
+"""What these comparisons judge."""
+
 FACTOR_TOLERANCE: Final = 0.02
 """How far from 1 the factor of a whole tensor may be in the first step."""
 

@@ -6,11 +6,19 @@ ranks, because their mesh averages over the ranks of equal experts only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Final
 
 from real.trace import OpKind, Trace
+from real.trace.read import UnitKey, unit_key, unit_or_none
 from real.trace.recorder import Record
-from sim.checks.base import Reporter, Violation, unit_label
+from sim.checks.base import Reporter, Violation
+from sim.checks.rules import DIVISORS, Judges, records_of
+
+JUDGES: Final = (
+    Judges("I14", (DIVISORS,)),
+    Judges("I15", (records_of(OpKind.UNIT), records_of(OpKind.PARAMETER))),
+)
 
 
 def check_ownership(traces: Sequence[Trace]) -> list[Violation]:
@@ -20,12 +28,12 @@ def check_ownership(traces: Sequence[Trace]) -> list[Violation]:
 
 def _check_rank(trace: Trace) -> list[Violation]:
     reporter = Reporter(trace)
-    units: dict[str, Record] = {}
+    units: dict[UnitKey, Record] = {}
     parameters: list[Record] = []
     for record in trace.lean_records:
         op = record["op"]
         if op == OpKind.UNIT:
-            units[record["unit"]] = record
+            units[unit_key(record)] = record
         elif op == OpKind.PARAMETER:
             parameters.append(record)
         elif op == OpKind.REMOVE:
@@ -36,12 +44,13 @@ def _check_rank(trace: Trace) -> list[Violation]:
 
 
 def _judge(
-    trace: Trace, reporter: Reporter, units: dict[str, Record], parameters: list[Record]
+    trace: Trace, reporter: Reporter, units: dict[UnitKey, Record], parameters: list[Record]
 ) -> None:
-    owners: dict[str, Record] = {}
-    first_name: dict[str, str] = {}
+    owners: dict[UnitKey, Record] = {}
+    first_name: dict[UnitKey, UnitKey] = {}
     for record in parameters:
-        name, unit = record["parameter"], record["unit"]
+        unit = unit_or_none(record)
+        name = unit_key(record).beside(record["parameter"])
         seq = record["seq"]
         nearest = _nearest_unit(name, units)
         if unit is None:
@@ -49,8 +58,7 @@ def _judge(
         elif unit != nearest:
             reporter.report(
                 "I15",
-                f"Expected parameter {name} in its nearest unit {unit_label(nearest)}, got it in "
-                f"{unit_label(unit)}.",
+                f"Expected parameter {name} in its nearest unit {nearest}, got it in {unit}.",
                 unit=unit,
                 seq=seq,
             )
@@ -58,12 +66,11 @@ def _judge(
         if earlier is not record:
             reporter.report(
                 "I15",
-                f"Parameter {name} has two owners, {unit_label(earlier['unit'])} and "
-                f"{unit_label(unit)}.",
+                f"Parameter {name} has two owners, {unit_or_none(earlier)} and {unit}.",
                 unit=unit,
                 seq=seq,
             )
-        for alias in record["names"]:
+        for alias in map(name.beside, record["names"]):
             if first_name.setdefault(alias, name) != name:
                 reporter.report(
                     "I15",
@@ -77,24 +84,29 @@ def _judge(
         _judge_mesh(trace, reporter, unit_name, record)
 
 
-def _nearest_unit(parameter: str, units: dict[str, Record]) -> str | None:
-    enclosing = [unit for unit in units if not unit or parameter.startswith(f"{unit}.")]
-    return max(enclosing, key=len, default=None)
+def _nearest_unit(parameter: UnitKey, units: Iterable[UnitKey]) -> UnitKey | None:
+    enclosing = [
+        unit
+        for unit in units
+        if unit.chunk == parameter.chunk
+        and (not unit.name or parameter.name.startswith(f"{unit.name}."))
+    ]
+    return max(enclosing, key=lambda unit: len(unit.name), default=None)
 
 
-def _judge_mesh(trace: Trace, reporter: Reporter, unit: str, record: Record) -> None:
+def _judge_mesh(trace: Trace, reporter: Reporter, unit: UnitKey, record: Record) -> None:
     ranks = record.get("ranks")
     if not ranks:
         return
     size = int(trace.scenario.get("expert_model_parallel_size", 1))
-    is_expert = unit.endswith(".experts")
+    is_expert = unit.name.endswith(".experts")
     expected = [
         rank for rank in range(trace.world_size) if not is_expert or (rank - trace.rank) % size == 0
     ]
     if sorted(ranks) != expected:
         reporter.report(
             "I15",
-            f"Expected unit {unit_label(unit)} on the {'expert' if is_expert else 'dense'} mesh of "
+            f"Expected unit {unit} on the {'expert' if is_expert else 'dense'} mesh of "
             f"ranks {_listed(expected)}, got ranks {_listed(ranks)}.",
             unit=unit,
             seq=record["seq"],
@@ -103,7 +115,7 @@ def _judge_mesh(trace: Trace, reporter: Reporter, unit: str, record: Record) -> 
     if record.get("divisor", divisor) != divisor:
         reporter.report(
             "I14",
-            f"Expected gradients of unit {unit_label(unit)} divided by {divisor} before they are "
+            f"Expected gradients of unit {unit} divided by {divisor} before they are "
             f"reduced, got {record['divisor']}.",
             unit=unit,
             seq=record["seq"],

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from typing import Final
 
 from real.trace import OpKind, Trace
+from real.trace.read import UnitKey, unit_key
 from real.trace.recorder import Record
-from sim.checks.base import Reporter, Violation, unit_label
+from sim.checks.base import Reporter, Violation
+from sim.checks.rules import Judges, records_of
 
 LEGAL: Final = frozenset(
     {
@@ -36,6 +38,11 @@ _JUDGED: Final = frozenset(
     }
 )
 
+JUDGES: Final = (
+    Judges("I18", (records_of(OpKind.PHASE),)),
+    Judges("I18", (records_of(OpKind.NVTX_PUSH),), is_whole=False),
+)
+
 
 def check_phases(traces: Sequence[Trace]) -> list[Violation]:
     """Checks every rank's phases and profiler ranges."""
@@ -46,7 +53,7 @@ class _Checker:
     def __init__(self, trace: Trace) -> None:
         self._records = [record for record in trace.lean_records if record["op"] in _JUDGED]
         self._reporter = Reporter(trace)
-        self._phases: dict[str, str] = {}
+        self._phases: dict[UnitKey, str] = {}
         self._depth = 0
 
     def run(self) -> list[Violation]:
@@ -67,27 +74,26 @@ class _Checker:
         return self._reporter.found
 
     def _change(self, record: Record) -> None:
-        unit, before, after = record["unit"], record["before"], record["after"]
-        label = unit_label(unit)
+        unit, before, after = unit_key(record), record["before"], record["after"]
         known = self._phases.get(unit, "resting")
         if before != known:
             self._report(
-                f"Unit {label} is said to change from phase '{before}', and is in '{known}'.",
+                f"Unit {unit} is said to change from phase '{before}', and is in '{known}'.",
                 record,
             )
         if (before, record["event"], after) not in LEGAL:
             self._report(
-                f"Unit {label} goes from phase '{before}' to '{after}' by '{record['event']}': "
+                f"Unit {unit} goes from phase '{before}' to '{after}' by '{record['event']}': "
                 "no legal step.",
                 record,
             )
         self._phases[unit] = after
 
     def _release(self, record: Record) -> None:
-        phase = self._phases.get(record["unit"], "resting")
+        unit = unit_key(record)
+        phase = self._phases.get(unit, "resting")
         if phase != "resting":
-            label = unit_label(record["unit"])
-            self._report(f"Unit {label} is released in phase '{phase}'.", record)
+            self._report(f"Unit {unit} is released in phase '{phase}'.", record)
 
     def _pop(self, record: Record) -> None:
         self._depth -= 1
@@ -102,10 +108,13 @@ class _Checker:
         for unit, phase in sorted(self._phases.items()):
             if phase != "resting":
                 self._report(
-                    f"Unit {unit_label(unit)} is in phase '{phase}' at the end of a step.",
-                    {**record, "unit": unit},
+                    f"Unit {unit} is in phase '{phase}' at the end of a step.",
+                    record,
+                    unit,
                 )
         self._phases.clear()
 
-    def _report(self, message: str, record: Record) -> None:
-        self._reporter.report("I18", message, unit=record.get("unit"), seq=record["seq"])
+    def _report(self, message: str, record: Record, unit: UnitKey | None = None) -> None:
+        if unit is None and "unit" in record:
+            unit = unit_key(record)
+        self._reporter.report("I18", message, unit=unit, seq=record["seq"])

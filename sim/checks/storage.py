@@ -20,9 +20,11 @@ from dataclasses import dataclass
 from typing import Final
 
 from real.trace import OpKind, Trace
+from real.trace.read import Named, Place, UnitKey, named_of, unit_or_none
 from real.trace.recorder import Record
-from sim.checks.base import Access, Place, Reporter, Violation, unit_label
+from sim.checks.base import Access, Reporter, Violation
 from sim.checks.clocks import CallKey, StreamClocks, call_key
+from sim.checks.rules import Judges, named, records_of
 
 _READ_RULES: Final = {"main gradient": "I8", "model weight": "I9"}
 """The rule that a read in no order breaks, where it is not I1: by what the storage holds."""
@@ -50,7 +52,7 @@ class _Storage:
         is_filled: Written since it was last allocated or brought back.
     """
 
-    name: str | None = None
+    name: Named | None = None
     read_rule: str = "I1"
     write: Record | None = None
     write_stream: int = 0
@@ -72,6 +74,15 @@ class _Storage:
             if known is None or known["seq"] < self.write["seq"]:
                 newest[self.write_stream] = self.write
         return newest
+
+
+JUDGES: Final = (
+    Judges("I1", (records_of(OpKind.KERNEL), named("full weight"))),
+    Judges("I4", (records_of(OpKind.KERNEL), records_of(OpKind.RESIZE, OpKind.FREE))),
+    Judges("I8", (records_of(OpKind.KERNEL), named("main gradient"))),
+    Judges("I9", (records_of(OpKind.KERNEL), named("model weight"))),
+    Judges("I10", tuple(map(records_of, (OpKind.KERNEL, OpKind.ALLOCATE, OpKind.FREE)))),
+)
 
 
 def check_storage(traces: Sequence[Trace]) -> list[Violation]:
@@ -143,9 +154,8 @@ class _Checker:
 
     def _name(self, record: Record) -> None:
         storage = self._storage(record["storage"])
-        storage.name = record["name"]
-        kind = record["name"].partition(":")[2]
-        storage.read_rule = _READ_RULES.get(kind, "I1")
+        storage.name = named_of(record)
+        storage.read_rule = _READ_RULES.get(storage.name.kind, "I1")
 
     # -- uses -------------------------------------------------------------------------------
 
@@ -352,7 +362,7 @@ class _Checker:
             first=self._access(number, *earlier),
             second=self._access(number, *later),
             missing=self._missing(later[1], earlier[1], earlier[0]),
-            unit=earlier[0].get("unit") or later[0].get("unit"),
+            unit=_unit_of(earlier[0]) or _unit_of(later[0]),
         )
 
     def _access(self, number: int, record: Record, stream: int) -> Access:
@@ -386,7 +396,7 @@ class _Checker:
         first: Access | None = None,
         second: Access,
         missing: str | None = None,
-        unit: str | None = None,
+        unit: UnitKey | None = None,
     ) -> None:
         key = (rule, number, self._place.microbatch)
         if key in self._reported:
@@ -395,7 +405,7 @@ class _Checker:
         self._reporter.report(
             rule,
             f"{message}.",
-            unit=unit if storage.name is None else storage.name.partition(":")[0],
+            unit=unit if storage.name is None else storage.name.unit,
             first=first,
             second=second,
             missing=missing,
@@ -410,15 +420,19 @@ def _is_reduction(record: Record) -> bool:
     )
 
 
+def _unit_of(record: Record) -> UnitKey | None:
+    return unit_or_none(record) if record["op"] == OpKind.COLLECTIVE else None
+
+
 def _call(record: Record) -> str:
     if record["op"] != OpKind.COLLECTIVE:
         return str(record["name"])
-    of = f" of {unit_label(record['unit'])}" if record["unit"] is not None else ""
+    unit = unit_or_none(record)
+    of = f" of {unit}" if unit is not None else ""
     return f"{record['kind']}{of}"
 
 
 def _what(storage: _Storage, number: int) -> str:
     if storage.name is None:
         return f"Storage {number}"
-    unit, _, kind = storage.name.partition(":")
-    return f"The {kind} of unit {unit_label(unit)}"
+    return f"The {storage.name.kind} of unit {storage.name.unit}"

@@ -9,8 +9,10 @@ from collections.abc import Sequence
 from typing import Final
 
 from real.trace import OpKind, Trace
+from real.trace.read import Place, UnitKey, bound, only, unit_key, walk
 from real.trace.recorder import Record
-from sim.checks.base import Place, Reporter, Violation, only, unit_label, walk
+from sim.checks.base import Reporter, Violation
+from sim.checks.rules import BOUND, Judges, records_of
 
 MOST_UNSHARDED: Final = {"none": 3, "forward": 4, "both": 5}
 """Units unsharded at the same time under combined 1F1B, by prefetch policy.
@@ -22,6 +24,14 @@ layernorm and a dense layer (both have a layer gathered from its mlp node's back
 
 _JUDGED: Final = frozenset({OpKind.UNSHARD, OpKind.RESHARD, OpKind.REDUCE})
 
+_UNSHARDS: Final = (records_of(OpKind.UNSHARD), records_of(OpKind.RESHARD))
+JUDGES: Final = (
+    Judges("I1", _UNSHARDS, is_whole=False),
+    Judges("I2", _UNSHARDS),
+    Judges("I3", (*_UNSHARDS, records_of(OpKind.STEP))),
+    Judges("I20", (*_UNSHARDS, BOUND)),
+)
+
 
 def check_units(traces: Sequence[Trace]) -> list[Violation]:
     """Checks every rank's units."""
@@ -29,27 +39,33 @@ def check_units(traces: Sequence[Trace]) -> list[Violation]:
 
 
 def most_unsharded(trace: Trace) -> int | None:
-    """Returns how many units may be unsharded at once, or None where other hooks decide."""
+    """Returns how many units may be unsharded at once, or None where nobody says.
+
+    The target says it in the header; without that it is the bound of our hooks' policy.
+    """
+    declared = bound(trace, "unsharded")
+    if declared is not None:
+        return declared
     scenario = trace.scenario
     if not scenario.get("overlap_moe_expert_parallel_comm", False):
         return None
-    bound = MOST_UNSHARDED.get(scenario.get("prefetch", ""))
-    if bound is None:
+    most = MOST_UNSHARDED.get(scenario.get("prefetch", ""))
+    if most is None:
         return None
     is_recomputed = scenario.get("recompute_granularity") == "selective"
-    bound += is_recomputed and "layernorm" in str(scenario.get("recompute_modules"))
-    bound += "0" in str(scenario.get("moe_layer_freq"))
+    most += is_recomputed and "layernorm" in str(scenario.get("recompute_modules"))
+    most += "0" in str(scenario.get("moe_layer_freq"))
     has_frozen = any(r["op"] == OpKind.UNIT and r["trainable"] == 0 for r in trace.lean_records)
-    return bound + has_frozen
+    return most + has_frozen
 
 
 class _Checker:
     def __init__(self, trace: Trace) -> None:
         self._records = only(trace, _JUDGED)
         self._reporter = Reporter(trace)
-        self._unsharded: set[str] = set()
+        self._unsharded: set[UnitKey] = set()
         self._bound = most_unsharded(trace)
-        self._reduced_unsharded: set[str] = set()
+        self._reduced_unsharded: set[UnitKey] = set()
 
     def run(self) -> list[Violation]:
         for record, place in walk(self._records):
@@ -59,46 +75,43 @@ class _Checker:
             elif op == OpKind.RESHARD:
                 self._reshard(record, place)
             elif op == OpKind.REDUCE:
-                if record["unit"] in self._unsharded:
-                    self._reduced_unsharded.add(record["unit"])
+                if unit_key(record) in self._unsharded:
+                    self._reduced_unsharded.add(unit_key(record))
             elif op == OpKind.STEP:
                 for unit in sorted(self._unsharded):
-                    label = unit_label(unit)
                     self._report(
-                        "I3", f"Unit {label} is unsharded at the end of a step.", record, unit
+                        "I3", f"Unit {unit} is unsharded at the end of a step.", record, unit
                     )
                 self._unsharded.clear()
         return self._reporter.found
 
     def _unshard(self, record: Record) -> None:
-        unit = record["unit"]
-        label = unit_label(unit)
+        unit = unit_key(record)
         if record["gathered"] and unit in self._unsharded:
-            self._report("I2", f"Unit {label} is gathered while it is unsharded.", record, unit)
+            self._report("I2", f"Unit {unit} is gathered while it is unsharded.", record, unit)
         if not record["gathered"] and unit not in self._unsharded:
-            self._report("I1", f"Unit {label} is taken as unsharded and is not.", record, unit)
+            self._report("I1", f"Unit {unit} is taken as unsharded and is not.", record, unit)
         self._unsharded.add(unit)
         if self._bound is not None and len(self._unsharded) > self._bound:
-            names = ", ".join(str(unit_label(name)) for name in sorted(self._unsharded))
+            names = ", ".join(str(name) for name in sorted(self._unsharded))
             self._report(
                 "I20", f"Expected at most {self._bound} units unsharded, got {names}.", record, unit
             )
             self._bound = None  # once a run: the rest follows from it
 
     def _reshard(self, record: Record, place: Place) -> None:
-        unit = record["unit"]
-        label = unit_label(unit)
+        unit = unit_key(record)
         if unit not in self._unsharded:
-            self._report("I3", f"Unit {label} is released and was not gathered.", record, unit)
+            self._report("I3", f"Unit {unit} is released and was not gathered.", record, unit)
         self._unsharded.discard(unit)
         if unit in self._reduced_unsharded and str(place.hook).startswith("post_gradient"):
             self._report(
                 "I20",
-                f"Unit {label} is released after its gradient buffer was allocated.",
+                f"Unit {unit} is released after its gradient buffer was allocated.",
                 record,
                 unit,
             )
         self._reduced_unsharded.discard(unit)
 
-    def _report(self, rule: str, message: str, record: Record, unit: str) -> None:
+    def _report(self, rule: str, message: str, record: Record, unit: UnitKey) -> None:
         self._reporter.report(rule, message, unit=unit, seq=record["seq"])

@@ -12,9 +12,11 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from real.trace import OpKind, Trace
+from real.trace.read import UnitKey, unit_key
 from real.trace.recorder import Record
-from sim.checks.base import Reporter, Violation, unit_label
+from sim.checks.base import Reporter, Violation
 from sim.checks.clocks import StreamClocks
+from sim.checks.rules import GATHERS, Judges, records_of
 
 _USES: Final = frozenset({"pre_forward", "pre_backward"})
 _ENDS: Final = frozenset({OpKind.HOOK, OpKind.NODE, OpKind.NODE_END, OpKind.STEP})
@@ -27,6 +29,9 @@ class _Gather(NamedTuple):
     stream: int
 
 
+JUDGES: Final = (Judges("I1", (records_of(OpKind.HOOK), records_of(OpKind.UNSHARD), GATHERS)),)
+
+
 def check_uses(traces: Sequence[Trace]) -> list[Violation]:
     """Checks every rank's uses of units; reports each unit once a stream."""
     return [violation for trace in traces for violation in _Checker(trace).run()]
@@ -37,8 +42,8 @@ class _Checker:
         self._trace = trace
         self._reporter = Reporter(trace)
         self._clocks = StreamClocks()
-        self._gathers: dict[str, _Gather] = {}
-        self._reported: set[tuple[str, int]] = set()
+        self._gathers: dict[UnitKey, _Gather] = {}
+        self._reported: set[tuple[UnitKey, int]] = set()
 
     def run(self) -> list[Violation]:
         hook: Record | None = None
@@ -51,17 +56,17 @@ class _Checker:
                 hook, use = None, None
             if op == OpKind.HOOK and record["point"] in _USES:
                 hook = record
-            elif op == OpKind.UNSHARD and hook is not None and record["unit"] == hook["unit"]:
+            elif op == OpKind.UNSHARD and hook is not None and unit_key(record) == unit_key(hook):
                 use = record  # others that follow the same hook are gathered ahead of their use
             elif op == OpKind.COLLECTIVE:
                 if record["kind"] == "all_gather" and record["unit"] is not None:
                     stream = self._clocks.stream_of(record)
-                    self._gathers[record["unit"]] = _Gather(record, stream)
+                    self._gathers[unit_key(record)] = _Gather(record, stream)
             self._clocks.advance(record)
         return self._reporter.found
 
     def _judge(self, use: Record) -> None:
-        unit, stream = use["unit"], use["stream"]
+        unit, stream = unit_key(use), use["stream"]
         gather = self._gathers.get(unit)
         if gather is None or (unit, stream) in self._reported:
             return
@@ -69,15 +74,14 @@ class _Checker:
         if self._clocks.is_ordered_after(stream, gather.stream, seq):
             return
         self._reported.add((unit, stream))
-        label = unit_label(unit)
         group = self._clocks.communicator(gather.stream)
         on = self._reporter.stream(gather.stream) if group is None else f"the stream of {group}"
         self._reporter.report(
             "I1",
-            f"Unit {label} is used in no order with its gather.",
+            f"Unit {unit} is used in no order with its gather.",
             unit=unit,
-            first=self._reporter.access(seq, gather.stream, f"all_gather of {label} writes", on),
+            first=self._reporter.access(seq, gather.stream, f"all_gather of {unit} writes", on),
             second=self._reporter.access(use["seq"], stream, "use"),
-            missing=f"{self._reporter.stream(stream)} never waits for all_gather of {label} on "
+            missing=f"{self._reporter.stream(stream)} never waits for all_gather of {unit} on "
             f"{on} in record {seq}",
         )

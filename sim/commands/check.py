@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from real.trace import TraceError, read_traces
-from sim.commands.common import DIFFERS
+from sim.commands.common import DIFFERS, add_require_flag, fail
 
 
 def add(commands: Any) -> None:
@@ -19,19 +19,25 @@ def add(commands: Any) -> None:
         "check",
         help="judge a trace",
         description="Judges the traces of one run, simulated or real. Exit status: 0 nothing "
-        "broken, 1 violations, 2 no readable trace.",
+        "broken, 1 violations, a trace that is no whole run, or a required rule that the trace "
+        "cannot show, 2 no readable trace.",
     )
     check.add_argument("trace", type=Path, help="folder with one file a rank")
+    add_require_flag(check)
     check.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     """Judges a trace."""
-    from sim.checks import check_traces, fsdp_bytes
+    from sim.checks import UnknownRule, fsdp_bytes, judge, required_rules
 
+    try:
+        require = required_rules(arguments.require)
+    except UnknownRule as error:
+        return fail(str(error))
     traces = read_traces(arguments.trace)
     try:
-        violations = check_traces(traces, replay=f"python -m sim {shlex.join(argv)}")
+        verdict = judge(traces, require=require, replay=f"python -m sim {shlex.join(argv)}")
         memory = {trace.rank: fsdp_bytes(trace) for trace in traces}
     except TraceError as error:  # what no reader of single lines can see
         raise TraceError(f"{arguments.trace}: {error}") from None
@@ -41,11 +47,12 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
         print(
             json.dumps(
                 {
-                    "passed": not violations,
+                    "passed": verdict.passed,
                     "ranks": len(traces),
                     "num_records": num_records,
                     "incomplete_ranks": cut,
-                    "violations": [violation.as_dict() for violation in violations],
+                    "violations": [violation.as_dict() for violation in verdict.violations],
+                    **verdict.reach.as_dict(),
                     # None where the trace names no storage: it was recorded without kernels.
                     "fsdp_bytes": [
                         None if counted is None else {"rank": rank, **counted.as_dict()}
@@ -55,15 +62,17 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
             )
         )
     else:
-        for violation in violations:
+        for violation in verdict.violations:
             print(violation)
-        if cut:
-            print(f"cut short on rank {', '.join(map(str, cut))}: the end was not judged")
         for rank, counted in memory.items():
             if counted is not None:
                 print(
                     f"FSDP buffers of rank {rank}: {counted.resting_bytes} bytes at rest, "
                     f"{counted.peak_bytes} at most (record {counted.peak_seq})"
                 )
-        print(f"{len(violations)} violations in {num_records} records of {len(traces)} ranks")
-    return DIFFERS if violations else 0
+        for line in [*verdict.reach.lines(), *verdict.reach.problems()]:
+            print(line)
+        print(
+            f"{len(verdict.violations)} violations in {num_records} records of {len(traces)} ranks"
+        )
+    return 0 if verdict.passed else DIFFERS

@@ -43,6 +43,15 @@ def add_fault_flag(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_require_flag(parser: argparse.ArgumentParser) -> None:
+    """Adds the flag that makes a rule that the trace cannot show a failure."""
+    parser.add_argument(
+        "--require",
+        metavar="RULES",
+        help="rules that must be judged, as I1,I4: else the exit status is 1",
+    )
+
+
 def faults_of(arguments: argparse.Namespace, scenario: Scenario) -> tuple[Fault, ...]:
     """Returns the faults given as flags.
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from real.trace import read_traces
+from real.trace import read_traces, why_not_whole
 from sim.commands.common import DIFFERS, fail
 
 
@@ -18,7 +18,7 @@ def add(commands: Any) -> None:
         "diff",
         help="compare two traces",
         description="Compares the traces of two runs rank by rank and prints the first difference "
-        "of each. Exit status: 0 equal, 1 different, 2 no readable trace.",
+        "of each. Exit status: 0 equal, 1 different or no whole run, 2 no readable trace.",
     )
     diff.add_argument("first", type=Path, help="folder with one file a rank")
     diff.add_argument("second", type=Path, help="the same of the other run")
@@ -40,9 +40,15 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
         result = compare(first, second, is_canonical=arguments.canonical)
     except ValueError as error:
         return fail(str(error))
+    not_whole = [
+        f"incomplete: {folder}: {reason}"
+        for folder, traces in ((arguments.first, first), (arguments.second, second))
+        for reason in why_not_whole(traces)
+    ]
+    is_equal = result.is_equal and not not_whole
     if arguments.json:
-        print(json.dumps(result.as_dict()))
-        return 0 if result.is_equal else DIFFERS
+        print(json.dumps({**result.as_dict(), "equal": is_equal, "incomplete": not_whole}))
+        return 0 if is_equal else DIFFERS
     for key, (one, other) in result.scenario.items():
         print(f"scenario: {key} is {one!r} and {other!r}")
     for difference in result.differences:
@@ -51,6 +57,8 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
             print(line)
     for allowance, count in result.allowed.items():
         print(f"allowed: {allowance.name}: {count}. {allowance.reason}")
-    verdict = "equal" if result.is_equal else "different"
+    for reason in not_whole:
+        print(reason)
+    verdict = "different" if not result.is_equal else "equal" if is_equal else "not comparable"
     print(f"{verdict}: {result.num_lines} lines of {result.num_ranks} ranks")
-    return 0 if result.is_equal else DIFFERS
+    return 0 if is_equal else DIFFERS

@@ -14,11 +14,13 @@ from real.config import Scenario, load_scenario
 from real.flags import add_scenario_flags, scenario_overrides
 from real.reference import Reference, check_reference
 from real.result import as_json, format_table
+from sim.checks.verdict import UnknownRule, required_rules
 from sim.commands.common import (
     DEFAULT_SCENARIO,
     DIFFERS,
     Progress,
     add_fault_flag,
+    add_require_flag,
     fail,
     faults_of,
     no_progress,
@@ -77,6 +79,7 @@ def add(commands: Any) -> None:
         help="with --shapes-only: the model without FSDP, under the scenario's schedule",
     )
     add_fault_flag(run)
+    add_require_flag(run)
     run.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -92,12 +95,19 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     if not 1.0 <= arguments.routing_imbalance < 2.0:
         got = arguments.routing_imbalance
         return fail(f"Expected a --routing-imbalance of at least 1 and below 2, got {got}.")
+    if arguments.require is not None and (arguments.world == "gloo" or arguments.shapes_only):
+        got = "--shapes-only" if arguments.shapes_only else "--world gloo"
+        return fail(f"Expected --require with a run whose trace is judged, got {got}.")
     if arguments.reference is not Reference.DDP:
         if arguments.world == "gloo" or arguments.shapes_only:
             return fail("Expected --reference ddp with --world gloo and --shapes-only.")
         check_reference(scenario, arguments.reference)
     out = arguments.out or Path("runs") / arguments.scenario.stem
     replay = f"python -m sim {shlex.join(argv)}"
+    try:
+        require = required_rules(arguments.require)
+    except UnknownRule as error:
+        return fail(str(error))
     # Imported late: bad input is answered before torch and Megatron load.
     from sim.quiet import quiet
 
@@ -136,6 +146,7 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
                     faults=faults,
                     kernel_steps=None if needs_all else kernel_steps[arguments.kernels],
                     records_shapes=arguments.shapes,
+                    require=require,
                     replay=replay,
                 ),
                 sinks=open_sinks(out, scenario.world_size),

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from real.trace import Trace
+from real.trace.read import named_storages, walk
 from real.trace.recorder import Record
 from sim.checks import Access, Violation
-from sim.checks.base import unit_label, walk
+from sim.checks.base import unit_label
 from sim.faults import Fault, StallCollective, StallStream, format_fault, is_stall
 from sim.orders.order import RELEASED, REUSED, Outcome, Stalls, Surprise, run_order
 from sim.orders.program import Code, Program, build_program
@@ -118,22 +119,14 @@ def _access(trace: Trace, seq: int) -> Access | None:
     return Access(seq, record["stream"], what)
 
 
-def _storage_name(trace: Trace, number: int) -> str | None:
-    names = [r["name"] for r in trace.records if r["op"] == "name" and r["storage"] == number]
-    return str(names[-1]) if names else None
-
-
 def _name(trace: Trace, number: int) -> str:
-    name = _storage_name(trace, number)
-    if name is None:
-        return f"storage {number}"
-    unit, _, kind = name.partition(":")
-    return f"the {kind} of unit {unit_label(unit)}"
+    named = named_storages(trace).get(number)
+    return f"storage {number}" if named is None else str(named)
 
 
 def _unit(trace: Trace, number: int) -> str | None:
-    name = _storage_name(trace, number)
-    return None if name is None else unit_label(name.partition(":")[0])
+    named = named_storages(trace).get(number)
+    return None if named is None else unit_label(named.unit)
 
 
 # -- stalls -----------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ class RunOptions:
         kernel_steps: Steps in which kernels are recorded with the storages that they read and
             write; None records them in all steps.
         records_shapes: Also record the shapes of what kernels read and write.
+        require: Rules that must be judged.
         replay: The command that repeats this run, for messages.
     """
 
@@ -42,6 +43,7 @@ class RunOptions:
     faults: Sequence[Fault] = ()
     kernel_steps: Collection[int] | None = ()
     records_shapes: bool = False
+    require: Sequence[str] = ()
     replay: str = ""
 
     def recorded_steps(self, scenario: Scenario) -> Collection[int]:

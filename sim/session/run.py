@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 from real.config import Scenario
 from real.result import RunResult, judge
 from real.trace import Sink, Trace
-from sim.checks import check_numerics, check_traces, declared_units
+from sim.checks import RULES_BY_VALUE, check_numerics, declared_units
+from sim.checks import judge as judge_traces
 from sim.orders.findings import check_stalled
 from sim.session.aside import Aside, can_fork
 from sim.session.megatron import frozen_imports, megatron_on_fake_cuda
@@ -62,7 +63,12 @@ def run_in_process(
             stack.callback(aside.stop)
         outputs = _train(scenario, options, kept, progress)
         traces = traces_of(kept)
-        violations = check_traces(traces, replay=options.replay or None)
+        verdict = judge_traces(
+            traces,
+            require=options.require,
+            also=RULES_BY_VALUE,
+            replay=options.replay or None,
+        )
         if aside is not None:
             references = aside.result()
         elif references is None:
@@ -75,9 +81,11 @@ def run_in_process(
             trace=out,
             reference=options.reference,
         )
-        violations += check_stalled(traces, options.faults)
+        violations = [*verdict.violations, *check_stalled(traces, options.faults)]
         violations += check_numerics(outputs, references, units=declared_units(traces[0]))
-    return dataclasses.replace(result, violations=tuple(str(v) for v in violations))
+    return dataclasses.replace(
+        result, violations=tuple(str(v) for v in violations), reach=verdict.reach
+    )
 
 
 def record_traces(

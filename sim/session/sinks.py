@@ -68,14 +68,15 @@ class _Kept(Protocol):
     def records(self) -> list[Record]: ...
 
 
-def traces_of(sinks: Iterable[_Kept], *, is_complete: bool | None = None) -> list[Trace]:
+def traces_of(sinks: Iterable[_Kept], *, why_incomplete: str | None = None) -> list[Trace]:
     """Returns the traces that ranks have left in sinks.
 
     Args:
         sinks: One a rank.
-        is_complete: Whether the run came to its end; None asks each trace for its last record.
+        why_incomplete: What kept the run from its end, empty where nothing did; None asks each
+            trace for its last record.
     """
-    return [trace_of(sink.records, is_complete=is_complete) for sink in sinks]
+    return [trace_of(sink.records, why_incomplete=why_incomplete) for sink in sinks]
 
 
 def begin_trace(

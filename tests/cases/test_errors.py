@@ -93,7 +93,7 @@ def test_a_node_that_ended_is_no_place() -> None:
 def test_what_torch_and_mfsdp_say_has_a_rule(message: str, rule: str, unit: str) -> None:
     """A weight is named by the buffer that was asked for, the rest by the newest hook."""
     records = (
-        {"op": "name", "storage": 7, "name": "a:full weight"},
+        {"op": "name", "storage": 7, "unit": "a", "kind": "full weight"},
         HOOK,
         {"op": "kernel", "stream": 0, "name": "mm", "reads": [3, 7], "writes": []},
     )

@@ -112,6 +112,7 @@ STORIES: Final[dict[str, str | Sequence[str]]] = {
         unit decoder.layers.2
         parameter decoder.layers.2.w of decoder.layers.2 x 1 delayed
         node mlp backward decoder.layers.2 0
+        hook pre_backward decoder.layers.2
         2: reduce decoder.layers.2
         end mlp backward
         node mlp wgrad decoder.layers.2 0
@@ -157,7 +158,7 @@ STORIES: Final[dict[str, str | Sequence[str]]] = {
         "group dp 0 1\n1: all_gather of decoder.layers.0 sized 64 bfloat16 6 -> 7",
         "group dp 0 1\n1: all_gather of decoder.layers.0 sized 32 bfloat16 6 -> 7",
     ],
-    "I11-message-never-received": ["0: send to 1 in pp 6", ""],
+    "I11-message-never-received": ["group pp 0 1\n0: send to 1 in pp 6", "group pp 0 1"],
     "I12-one-rank-calls-once-less": [
         "group dp 0 1\n0: all_reduce 6 -> 6\n0: all_reduce 6 -> 6",
         "group dp 0 1\n0: all_reduce 6 -> 6",

@@ -27,10 +27,12 @@ The others are the host's:
     step begin 0 / push text / pop
     install 0 / remove 0
     unit layers.0                      `ranks 0 1`, `divisor 2`, `bytes 64` and `frozen` may follow
-    parameter layers.0.w of layers.0 x 1      `delayed` and `named a b` may follow
+    parameter layers.0.w of layers.0 x 1      `delayed` and `named a b` may follow; ? for unknown
     phase layers.0 resting > forward by use in forward
     zero_fill layers.0.w of layers.0 / gradients layers.0 present a b missing c
     version layers.0 3
+
+A unit in another model chunk than the first one is layers.0@1.
 """
 
 from __future__ import annotations
@@ -57,6 +59,7 @@ def story(
     records = []
     for line in filter(None, map(str.strip, text.splitlines())):
         record = {"seq": len(records) + 1, **parser.parse(line, len(records) + 1)}
+        record = _in_its_chunk(record)
         validate_record(record)
         records.append(record)
     return Trace(
@@ -174,10 +177,9 @@ class _Parser:
             case ["free", storage]:
                 return {"op": "free", "storage": int(storage)}
             case ["name", storage, *name, "=", size]:
-                named = {"op": "name", "storage": int(storage), "name": " ".join(name)}
-                return {**named, "bytes": int(size)}
+                return {**_name(storage, name), "bytes": int(size)}
             case ["name", storage, *name]:
-                return {"op": "name", "storage": int(storage), "name": " ".join(name)}
+                return _name(storage, name)
             case ["group", name, *ranks]:
                 return {"op": "group", "group": name, "ranks": _numbers(ranks)}
             case ["role", stream, role]:
@@ -204,6 +206,17 @@ class _Parser:
         return _of_hooks(words)
 
 
+def _name(storage: str, words: list[str]) -> Fields:
+    unit, _, kind = " ".join(words).partition(":")
+    return {"op": "name", "storage": int(storage), "unit": unit, "kind": kind}
+
+
+def _in_its_chunk(record: Fields) -> Fields:
+    """Returns a record with the chunk that its unit's name ends in, as in layers.0@1."""
+    name, at, chunk = str(record.get("unit")).partition("@")
+    return {**record, "unit": name, "chunk": int(chunk)} if at else record
+
+
 def _of_hooks(words: list[str]) -> Fields:
     match words:
         case ["hook", point, module, *rest]:
@@ -221,7 +234,7 @@ def _of_hooks(words: list[str]) -> Fields:
                 "op": "parameter",
                 "parameter": name,
                 "unit": None if unit == "nobody" else unit,
-                "fires": int(fires),
+                "fires": None if fires == "?" else int(fires),
                 "delayed": "delayed" in rest,
                 "names": rest[rest.index("named") + 1 :] if "named" in rest else [name],
                 "shape": [4, 4],

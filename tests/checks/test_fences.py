@@ -104,3 +104,60 @@ def test_a_gather_too_early_is_reported_once(story: Story) -> None:
 def test_a_gather_before_the_first_optimizer_step_has_nothing_to_wait_for(story: Story) -> None:
     """As every gather of the first step."""
     assert _found(story("1: all_gather of layers.0 6 -> 7\n0: optimizer")) == []
+
+
+# -- an optimizer on a side stream -------------------------------------------------------------
+
+ON_A_SIDE_STREAM = """
+    role 0 compute
+    name 6 layers.0:model weight
+    step begin 0
+    5: wait stream 0
+    {begin}: optimizer
+    {kernel}
+    5: record 1
+    {join}
+    step end 0
+    step begin 1
+    1: wait stream 0
+    1: all_gather of layers.0 6 -> 7
+"""
+
+
+@pytest.mark.parametrize("kernel", ["5: adam 8 -> 6", ""], ids=["kernels", "no kernels"])
+@pytest.mark.parametrize(
+    ("join", "rules"),
+    [("0: wait 1", []), ("0: wait stream 5", []), ("", ["I9"]), ("3: wait 1", ["I9"])],
+    ids=["event", "stream", "not joined", "joined by another"],
+)
+def test_an_optimizer_on_a_side_stream_is_joined_before_the_step_ends(
+    story: Story, kernel: str, join: str, rules: list[str]
+) -> None:
+    """It may step where it likes, as long as gathers come after it."""
+    trace = story(ON_A_SIDE_STREAM.format(begin=5, kernel=kernel, join=join))
+    assert [v.rule for v in check_fences([trace])] == rules
+
+
+@pytest.mark.parametrize(("join", "rules"), [("0: wait 1", []), ("", ["I9"])])
+def test_an_optimizer_that_forks_a_side_stream_is_dated_by_its_kernels(
+    story: Story, join: str, rules: list[str]
+) -> None:
+    """It begins on one stream and writes on another."""
+    trace = story(ON_A_SIDE_STREAM.format(begin=0, kernel="5: adam 8 -> 6", join=join))
+    found = check_fences([trace])
+    assert [v.rule for v in found] == rules
+    assert [str(v.first) for v in found] == ["optimizer writes (record 6, stream 5)"] * len(found)
+
+
+def test_an_event_from_between_two_writes_of_the_optimizer_is_not_enough(story: Story) -> None:
+    """The second one is still to come."""
+    join = "0: wait 1\n5: adam 8 -> 6"
+    trace = story(ON_A_SIDE_STREAM.format(begin=5, kernel="5: adam 8 -> 6", join=join))
+    assert [v.rule for v in check_fences([trace])] == ["I9"]
+
+
+def test_weights_are_known_by_their_gathers_too(story: Story) -> None:
+    """A tree need not name its buffers."""
+    text = ON_A_SIDE_STREAM.format(begin=0, kernel="5: adam 8 -> 6", join="")
+    unnamed = "\n".join(line for line in text.splitlines() if "name" not in line)
+    assert [v.rule for v in check_fences([story(unnamed)])] == ["I9"]

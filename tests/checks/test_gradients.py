@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import pytest
@@ -174,7 +175,7 @@ def test_a_countdown_held_open_is_found_at_the_end_of_the_step(story: Story, end
     text = f"{DECLARED}\nhook post_gradient layers.0.b of layers.0\nend mlp backward\n{end}"
     found = check_gradients([story(text, scenario={"num_microbatches": 1})])
     assert [(v.rule, v.unit) for v in found] == [("I5", "layers.0")] * 2
-    assert "reduced 0 times in a step of 1 microbatches" in found[0].message
+    assert "reduced 0 times in a step, not 1." in found[0].message
     assert "after the last gradients of layers.0.b" in found[1].message
 
 
@@ -195,6 +196,7 @@ def test_a_gradient_that_is_not_there_is_found(story: Story) -> None:
 DELAYED = """
     parameter layers.0.w of layers.0 x 1 delayed
     node mlp backward layers.0 0
+    hook pre_backward layers.0
     end mlp backward
     node mlp wgrad layers.0 0
     {inside}
@@ -219,3 +221,17 @@ def test_a_delayed_gradient_comes_from_its_own_call(
 ) -> None:
     """The backward of the node makes none for it."""
     assert _rules(story(DELAYED.format(inside=inside, after=after))) == rules
+
+
+def test_a_target_declares_how_often_a_unit_is_reduced(story: Story) -> None:
+    """One that accumulates on the device reduces once a step."""
+    text = """
+        parameter a.w of a x 1
+        step begin 0
+        2: reduce a
+        step end 0
+    """
+    four = {"num_microbatches": 4}
+    assert _rules(story(text, scenario=four)) == ["I5"]
+    once = dataclasses.replace(story(text, scenario=four), header={"bounds": {"reductions": 1}})
+    assert _rules(once) == []

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import pytest
 
 from real.trace import Trace
-from sim.checks.units import check_units
+from sim.checks import judge
+from sim.checks.units import check_units, most_unsharded
 
 Story = Callable[..., Trace]
 
@@ -146,3 +148,23 @@ def test_the_hook_of_another_node_is_not_named(story: Story) -> None:
     """)
     [violation] = check_units([trace])
     assert (violation.hook, violation.node, violation.microbatch) == (None, None, None)
+
+
+# -- I20: whose bound --------------------------------------------------------------------------
+
+
+def test_a_target_declares_its_own_bound(story: Story) -> None:
+    """Other hooks have another policy than ours, whatever the scenario says."""
+    text = "\n".join(f"1: unshard layers.{n}" for n in range(3))
+    ours = {"overlap_moe_expert_parallel_comm": True, "prefetch": "none"}
+    two = dataclasses.replace(story(text, scenario=ours), header={"bounds": {"unsharded": 2}})
+    assert [rule for rule, *_ in _found(two)] == ["I20"]
+    assert [rule for rule, *_ in _found(story(text, scenario=ours))] == []
+    assert most_unsharded(two) == 2
+
+
+def test_without_a_bound_nothing_is_too_many(story: Story) -> None:
+    """And the rule is said to be not judged."""
+    trace = story("1: unshard a\n1: reshard a\nstep end 0")
+    assert most_unsharded(trace) is None
+    assert judge([trace]).reach.not_judged["I20"] == "no bound of unsharded units"

@@ -110,7 +110,7 @@ def test_wrappers_write_what_the_fake_runtime_writes(name: str, backends: Backen
         [r for r in traces[0].records if r["op"] == "name"]
         for traces in (simulated, observed_traces)
     ]
-    assert [r["name"] for r in named[0]] == [r["name"] for r in named[1]]
+    assert [(r["unit"], r["kind"]) for r in named[0]] == [(r["unit"], r["kind"]) for r in named[1]]
     assert len(named[0]) >= 5
     assert check_traces(observed_traces) == []
 

@@ -19,6 +19,7 @@ from real.trace import (
     read_trace,
     read_traces,
     trace_path,
+    why_not_whole,
 )
 
 SCENARIO = {"num_layers": 2, "transformer_impl": "local", "lr": 0.001, "prefetch": "none"}
@@ -162,7 +163,9 @@ def test_a_newer_schema_is_refused_before_its_fields_are_looked_at(tmp_path: Pat
     path = write_rank(tmp_path)
     newer = SCHEMA_VERSION + 1
     change_line(path, 1, lambda record: record.update(schema=newer, more=1))
-    assert message_of(path) == f"{path}:1: expected trace schema {SCHEMA_VERSION}, got {newer}."
+    assert (
+        message_of(path) == f"{path}:1: expected trace schema 2 or {SCHEMA_VERSION}, got {newer}."
+    )
 
 
 @pytest.mark.parametrize(
@@ -245,3 +248,202 @@ def test_a_folder_without_a_trace_is_refused(tmp_path: Path) -> None:
     """A mistyped folder must not look like a run without violations."""
     with pytest.raises(TraceError, match=r"expected rank\*\.jsonl files, got none"):
         read_traces(tmp_path)
+
+
+# -- values that no run writes ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        (
+            {"op": "fence", "stream": -1},
+            (
+                "Expected an integer of at least 0 and below 2**63 in field 'stream' of a fence "
+                "record, got -1."
+            ),
+        ),
+        (
+            {"op": "fence", "stream": 2**63},
+            (
+                "Expected an integer of at least 0 and below 2**63 in field 'stream' of a fence "
+                f"record, got {2**63}."
+            ),
+        ),
+        (
+            {"op": "kernel", "stream": 0, "name": "mm", "reads": [[[]]], "writes": []},
+            "Expected a list of numbers from 0 in field 'reads' of a kernel record, got [[[]]].",
+        ),
+        (
+            {
+                "op": "kernel",
+                "stream": 0,
+                "name": "mm",
+                "reads": [],
+                "writes": [],
+                "shapes": [-1],
+            },
+            (
+                "Expected shapes like [\"bf16\", 64, 32] in field 'shapes' of a kernel record, got "
+                "[-1]."
+            ),
+        ),
+        (
+            {"op": "group", "group": "dp", "ranks": []},
+            "Expected at least one rank in field 'ranks' of a group record, got [].",
+        ),
+        (
+            {"op": "gradients", "unit": "a", "present": [1], "missing": []},
+            "Expected a list of texts in field 'present' of a gradients record, got [1].",
+        ),
+        (
+            {"op": "header", "schema": SCHEMA_VERSION, "rank": 0, "world_size": 1, "scenario": {}},
+            "expected one header record, got another one.",
+        ),
+    ],
+    ids=["negative", "huge", "nested", "shape", "nobody", "no text", "second header"],
+)
+def test_a_value_that_no_run_writes_is_named(
+    tmp_path: Path, record: dict[str, Any], reason: str
+) -> None:
+    """A reader that counts with it would end in a traceback."""
+    path = write_rank(tmp_path)
+    lines = path.read_text().splitlines(keepends=True)
+    lines[1] = json.dumps({"seq": 1, **record}) + "\n"
+    path.write_text("".join(lines))
+    assert message_of(path) == f"{path}:2: {reason}"
+
+
+def test_a_record_nested_too_deep_is_named(tmp_path: Path) -> None:
+    """The decoder gives up with an error of its own."""
+    path = write_rank(tmp_path)
+    lines = path.read_text().splitlines(keepends=True)
+    lines[1] = "[" * 100_000 + "]" * 100_000 + "\n"
+    path.write_text("".join(lines))
+    assert message_of(path).startswith(f"{path}:2: expected one JSON object, got b'[[[[")
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"world_size": 0}, "of at least 1 and below 2**63 in field 'world_size'"),
+        ({"rank": 1}, "expected a rank below 1, got 1."),
+        ({"scenario": {"num_microbatches": "4"}}, "a number from 1 as 'num_microbatches'"),
+        ({"scenario": {"a": [[1]]}}, "settings that are no deeper than a list"),
+        ({"bounds": {"unsharded": None}}, "numbers from 0 in field 'bounds'"),
+        ({"target": 7}, "Expected str in field 'target'"),
+    ],
+)
+def test_a_header_of_nonsense_is_refused(
+    tmp_path: Path, change: dict[str, Any], reason: str
+) -> None:
+    """Checks count with what it says."""
+    path = write_rank(tmp_path)
+    change_line(path, 1, lambda record: record.update(change))
+    message = message_of(path)
+    assert message.startswith(f"{path}:1: ")
+    assert reason in message
+
+
+def test_a_world_of_very_many_ranks_is_refused_at_once(tmp_path: Path) -> None:
+    """Its ranks are not listed to be compared."""
+    path = write_rank(tmp_path)
+    change_line(path, 1, lambda record: record.update(world_size=10**15))
+    with pytest.raises(TraceError, match=r"expected the ranks 0 to 9+, got \[0\]\.$"):
+        read_traces(tmp_path)
+
+
+# -- runs that are not whole ------------------------------------------------------------------
+
+
+def test_the_header_says_what_ran(tmp_path: Path) -> None:
+    """Readers find it beside the scenario."""
+    path = write_rank(tmp_path)
+    more = {"target": "native", "megatron": "0.20.0", "tree": None, "peers": "simulated"}
+    change_line(path, 1, lambda record: record.update(more))
+    assert read_trace(path).header == more
+
+
+def test_a_rank_that_ran_alone_is_read_alone(tmp_path: Path) -> None:
+    """Something stood for its peers, so no file of theirs is missing."""
+    path = write_rank(tmp_path, 3, 8)
+    change_line(path, 1, lambda record: record.update(peers="loopback"))
+    [trace] = read_traces(tmp_path)
+    assert (trace.rank, trace.world_size, why_not_whole([trace])) == (3, 8, [])
+
+
+def test_an_end_that_counts_otherwise_is_no_whole_run(tmp_path: Path) -> None:
+    """Lines may have been cut out and numbered anew."""
+    path = write_rank(tmp_path)
+    change_line(path, 5, lambda record: record.update(records=9))
+    assert why_not_whole(read_traces(tmp_path)) == [
+        "cut short on rank 0: the end counts 9 records before it, not 4"
+    ]
+
+
+def test_a_trace_of_a_header_is_no_whole_run(tmp_path: Path) -> None:
+    """Nothing was recorded, so nothing was right."""
+    recorder = Recorder(JsonlSink(trace_path(tmp_path, 0)))
+    recorder.header(rank=0, world_size=1, scenario=SCENARIO)
+    recorder.close()
+    assert why_not_whole(read_traces(tmp_path)) == ["nothing recorded on rank 0 but its header"]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"scenario": {**SCENARIO, "lr": 0.5}}, "lr is 0.5 and 0.001 on rank 0"),
+        ({"world_size": 3}, "world_size is 3 and 2 on rank 0"),
+        ({"target": "native"}, "target is 'native' and None on rank 0"),
+    ],
+)
+def test_ranks_of_two_runs_are_no_whole_run(
+    tmp_path: Path, change: dict[str, Any], reason: str
+) -> None:
+    """A folder in which an older run left a file."""
+    write_rank(tmp_path, 0, 2)
+    change_line(write_rank(tmp_path, 1, 2), 1, lambda record: record.update(change))
+    assert why_not_whole(read_traces(tmp_path)) == [f"rank 1 is of another run: {reason}"]
+
+
+# -- an older schema --------------------------------------------------------------------------
+
+
+def test_a_trace_of_the_schema_before_is_read_as_one_of_this(tmp_path: Path) -> None:
+    """It named a storage in one text; what was recorded on rented GPUs must stay readable."""
+    path = write_rank(tmp_path)
+    change_line(path, 1, lambda record: record.update(schema=2))
+    named = {"seq": 2, "op": "name", "storage": 7, "name": "decoder.layers.0:full weight"}
+    change_line(path, 3, lambda record: (record.clear(), record.update(named)))
+    assert read_trace(path).records[1] == {
+        "seq": 2,
+        "op": "name",
+        "storage": 7,
+        "unit": "decoder.layers.0",
+        "kind": "full weight",
+    }
+
+
+def test_a_name_in_one_text_is_refused_in_this_schema(tmp_path: Path) -> None:
+    """Only an older trace may have it."""
+    path = write_rank(tmp_path)
+    named = {"seq": 2, "op": "name", "storage": 7, "name": "decoder.layers.0:full weight"}
+    change_line(path, 3, lambda record: (record.clear(), record.update(named)))
+    assert message_of(path).endswith("Expected field 'unit' in a name record, got none.")
+
+
+@pytest.mark.parametrize("version", [1, None, "3", True, 3.0])
+def test_a_schema_that_nobody_knows_is_refused(tmp_path: Path, version: object) -> None:
+    """By name."""
+    path = write_rank(tmp_path)
+    change_line(path, 1, lambda record: record.update(schema=version))
+    assert message_of(path) == f"{path}:1: expected trace schema 2 or 3, got {version!r}."
+
+
+def test_any_record_about_a_unit_may_name_its_chunk(tmp_path: Path) -> None:
+    """And no other."""
+    path = write_rank(tmp_path)
+    change_line(path, 3, lambda record: record.update(chunk=1))
+    assert read_trace(path).records[1]["chunk"] == 1
+    change_line(path, 2, lambda record: record.update(chunk=1))
+    assert message_of(path).endswith("Expected no further fields in a step record, got chunk.")

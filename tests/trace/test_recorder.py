@@ -25,7 +25,7 @@ def test_records_are_numbered_in_host_order() -> None:
         {
             "seq": 0,
             "op": "header",
-            "schema": 2,
+            "schema": 3,
             "rank": 1,
             "world_size": 2,
             "scenario": {"seed": 7},
