@@ -55,6 +55,11 @@ class Recorder:
         self._models: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._num_models = 0
 
+    @property
+    def is_recording(self) -> bool:
+        """Whether a record goes anywhere; what only a record needs is not worth computing else."""
+        return self._sink is not None
+
     def header(self, *, rank: int, world_size: int, scenario: dict[str, Any]) -> None:
         """Writes the first record. `scenario` must hold nothing that differs between equal runs."""
         self.record(
