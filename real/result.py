@@ -47,6 +47,7 @@ class RunResult:
         trace: The folder of the trace, or None.
         violations: What the checks found in the trace, as text for a reader.
         reference: What it was compared with.
+        target: What was run, for a headline.
     """
 
     ranks: int
@@ -61,6 +62,7 @@ class RunResult:
     trace: Path | None
     violations: tuple[str, ...] = ()
     reference: Reference = Reference.DDP
+    target: str = "MFSDP v2"
 
     @property
     def loss_rel_errors(self) -> list[float]:
@@ -189,6 +191,13 @@ def as_json(result: RunResult) -> dict[str, Any]:
     }
 
 
+_COLUMNS: Final = {
+    Reference.DDP: "no FSDP",
+    Reference.DISTOPT: "distopt",
+    Reference.PLAIN: "plain",
+}
+
+
 def format_table(scenario: Scenario, result: RunResult) -> str:
     """Returns the comparison for a reader."""
     schedule = "combined 1F1B" if scenario.overlap_moe_expert_parallel_comm else "plain schedule"
@@ -197,9 +206,9 @@ def format_table(scenario: Scenario, result: RunResult) -> str:
         f"{scenario.expert_data_parallel_size}, {scenario.num_layers} layers, "
         f"{scenario.num_microbatches} microbatches"
     )
-    column = "distopt" if result.reference is Reference.DISTOPT else "no FSDP"
+    column = _COLUMNS[result.reference]
     lines = [
-        f"MFSDP v2 under {schedule}: {sizes}",
+        f"{result.target} under {schedule}: {sizes}",
         f"{'step':>4}  {'loss':>12}  {column:>12}  {'difference':>10}",
     ]
     for step, (loss, expected) in enumerate(

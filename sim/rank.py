@@ -10,10 +10,12 @@ from torch import nn
 
 from real.config import Scenario
 from real.reference import Reference
+from real.targets import find_target
 from real.trace import OpKind, Recorder, Sink, recording
 from sim.cuda import FakeDevice, use_device
 from sim.cuda.kernels import KernelRecorder
 from sim.cuda.shapes import ShapeRecorder
+from sim.hosting import RELEASE, Hosted
 
 if TYPE_CHECKING:
     from real.mcore.jobs import JobOutput
@@ -43,6 +45,7 @@ def run_rank(
     kernel_steps: Collection[int] = (),
     records_shapes: bool = False,
     reference: Reference = Reference.DDP,
+    hosted: Hosted = RELEASE,
 ) -> JobOutput:
     """Trains one rank of a scenario on its own fake device.
 
@@ -56,26 +59,35 @@ def run_rank(
         kernel_steps: Steps in which kernels are recorded with what they read and write.
         records_shapes: Also record the shapes of what they read and write.
         reference: Which reference, with `is_reference`.
+        hosted: What is under test.
     """
     from real.mcore.distopt import make_reference
-    from real.mcore.jobs import FsdpJob, Job, run_job
+    from real.mcore.jobs import Job, run_job
     from real.mcore.model import initialize_parallel
 
+    target = find_target(hosted.target)
     recorder = Recorder(sink)
-    recorder.header(rank=rank, world_size=scenario.world_size, scenario=scenario.as_dict())
+    recorder.header(
+        rank=rank,
+        world_size=scenario.world_size,
+        scenario=scenario.as_dict(),
+        **hosted.identity(),
+    )
     with ExitStack() as stack:
         device = stack.enter_context(use_device(FakeDevice(rank, recorder)))
         stack.enter_context(recording(recorder))
         start(rank, scenario.world_size)
-        if is_reference:
+        if is_reference and reference is not Reference.PLAIN:
             # Without FSDP a hybrid mesh has no meaning, and the groups of one would mislead DDP.
             scenario = scenario.changed(num_distributed_optimizer_instances=1)
         initialize_parallel(scenario)
-        if is_reference:
-            job: Job = make_reference(scenario, reference)
+        if not is_reference:
+            job: Job = target.build(scenario)
+            target.describe(job, device.storage_id)
+        elif reference is Reference.PLAIN:
+            job = target.reference(scenario)
         else:
-            job = FsdpJob(scenario)
-            name_storages(device, job.model.module)
+            job = make_reference(scenario, reference)
 
         def around_step(step: int) -> AbstractContextManager[object]:
             if step not in kernel_steps:

@@ -15,11 +15,14 @@ import torch
 from real.config import Scenario, ScenarioError
 from real.reference import Reference
 from real.result import RunResult, judge
+from real.targets import find_target
 from real.trace import JsonlSink, Sink, Trace, trace_path
 from real.trace.recorder import Record
+from real.watch.points import watched
 from sim.aside import Aside, can_fork
 from sim.checks import check_numerics, check_traces, declared_units
 from sim.fuzz.findings import check_stalled
+from sim.hosting import RELEASE, Hosted
 from sim.megatron import megatron_on_fake_cuda, rank_state
 from sim.rank import run_rank
 
@@ -80,6 +83,7 @@ def run_in_process(
     records_shapes: bool = False,
     references: list[JobOutput] | None = None,
     reference: Reference = Reference.DDP,
+    hosted: Hosted = RELEASE,
 ) -> RunResult:
     """Runs all ranks of a scenario in this process, and of its reference in a forked copy.
 
@@ -96,6 +100,7 @@ def run_in_process(
         records_shapes: Also record the shapes of what kernels read and write.
         references: What `run_reference` gave for this scenario; None runs it beside.
         reference: What the scenario is compared with.
+        hosted: What is under test.
 
     Raises:
         WorldError: A rank failed, the ranks do not agree, or a fault never came up.
@@ -115,10 +120,11 @@ def run_in_process(
         aside = None
         if references is None and can_fork():
             aside = Aside(
-                lambda: _pack(run_reference(scenario, schedule_seed, progress, reference))
+                lambda: _pack(run_reference(scenario, schedule_seed, progress, reference, hosted))
             )
             stack.callback(aside.stop)
-        with recorded_nodes():
+        target = find_target(hosted.target)
+        with recorded_nodes(), watched(target.points()):
             outputs = _run_world(
                 scenario,
                 is_reference=False,
@@ -129,13 +135,14 @@ def run_in_process(
                 progress=progress,
                 kernel_steps=steps if records_kernels else (),
                 records_shapes=records_shapes,
+                hosted=hosted,
             )
         traces = [_trace_of(sink.records) for sink in kept]
         violations = check_traces(traces, replay=replay or None)
         if aside is not None:
             references = _unpack(aside.result())
         elif references is None:
-            references = run_reference(scenario, schedule_seed, progress, reference)
+            references = run_reference(scenario, schedule_seed, progress, reference, hosted)
         result = judge(
             outputs,
             references,
@@ -146,7 +153,9 @@ def run_in_process(
         )
         violations += check_stalled(traces, faults)
         violations += check_numerics(outputs, references, units=declared_units(traces[0]))
-    return dataclasses.replace(result, violations=tuple(str(v) for v in violations))
+    return dataclasses.replace(
+        result, target=target.title, violations=tuple(str(v) for v in violations)
+    )
 
 
 def record_traces(
@@ -200,6 +209,7 @@ def run_reference(
     schedule_seed: int = 0,
     progress: Progress = lambda _: None,
     reference: Reference = Reference.DDP,
+    hosted: Hosted = RELEASE,
 ) -> list[JobOutput]:
     """Runs the reference of a scenario in this process; one entry a rank."""
     with megatron_on_fake_cuda():
@@ -207,6 +217,7 @@ def run_reference(
             scenario,
             is_reference=True,
             reference=reference,
+            hosted=hosted,
             sinks=[None] * scenario.world_size,
             schedule_seed=schedule_seed,
             replay="",
@@ -272,6 +283,7 @@ def _run_world(
     kernel_steps: Collection[int] = (),
     records_shapes: bool = False,
     reference: Reference = Reference.DDP,
+    hosted: Hosted = RELEASE,
 ) -> list[JobOutput]:
     from sim.world import World, init_process_group
 
@@ -287,6 +299,7 @@ def _run_world(
             rank,
             is_reference=is_reference,
             reference=reference,
+            hosted=hosted,
             sink=sinks[rank],
             start=init_process_group,
             on_step=on_step,

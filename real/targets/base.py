@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from real.config import Scenario
-from real.watch.points import Point
 
 if TYPE_CHECKING:
     from real.mcore.jobs import Job
+    from real.targets.records import StorageId
+    from real.watch.points import Point
 
 
 class TargetError(ValueError):
@@ -22,6 +23,11 @@ class Target(Protocol):
     @property
     def name(self) -> str:
         """What `--target` calls it."""
+        ...
+
+    @property
+    def title(self) -> str:
+        """What a headline calls it."""
         ...
 
     def missing(self) -> list[str]:
@@ -40,8 +46,13 @@ class Target(Protocol):
         """Returns the methods to watch, which serve every rank of the process."""
         ...
 
-    def describe(self, job: Job) -> None:
-        """Records units, parameters, buffer names and stream roles of a job, once it is built."""
+    def describe(self, job: Any, storage_id: StorageId) -> None:
+        """Records units, parameters, buffer names and stream roles of a job, once it is built.
+
+        Args:
+            job: What `build` returned.
+            storage_id: Returns the number that the trace has for a storage.
+        """
         ...
 
 

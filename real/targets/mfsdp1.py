@@ -16,6 +16,8 @@ from real.targets.base import TargetError
 from real.targets.internals import mfsdp1
 from real.targets.norms import clip, norm_of
 from real.targets.optimizers import megatron_optimizer, step
+from real.targets.points import job_points
+from real.targets.records import StorageId, keep_storage_ids
 from real.watch.points import Point
 
 _VARIANTS: Final = ("optim_grads_params", "optim_grads")
@@ -44,6 +46,11 @@ class Mfsdp1:
         """What `--target` calls it."""
         return f"mfsdp1:{self.strategy}"
 
+    @property
+    def title(self) -> str:
+        """What a headline calls it."""
+        return f"MFSDP v1 ({self.strategy})"
+
     def missing(self) -> list[str]:
         """Returns the names that the imported tree lacks."""
         names = ("FullyShardedDataParallel", "MegatronFSDP")
@@ -64,10 +71,12 @@ class Mfsdp1:
 
     def points(self) -> Sequence[Point]:
         """Returns the methods to watch."""
-        return ()
+        return (*mfsdp1.points(), *job_points(Mfsdp1Job))
 
-    def describe(self, job: Any) -> None:
+    def describe(self, job: Any, storage_id: StorageId) -> None:
         """Records what the job has."""
+        keep_storage_ids(storage_id)
+        mfsdp1.describe(job.model)
 
 
 class Mfsdp1Job:

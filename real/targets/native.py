@@ -16,7 +16,10 @@ from real.mcore.training import run_step
 from real.targets.internals import native
 from real.targets.norms import clip, norm_of
 from real.targets.optimizers import megatron_optimizer, step
+from real.targets.points import job_points
+from real.targets.records import StorageId, keep_storage_ids
 from real.watch.points import Point
+from real.watch.records import fence_point
 
 
 class Native:
@@ -28,6 +31,11 @@ class Native:
 
     def __init__(self, name: str = "native") -> None:
         self.name = name
+
+    @property
+    def title(self) -> str:
+        """What a headline calls it."""
+        return "MFSDP v2 with the tree's own hooks"
 
     def missing(self) -> list[str]:
         """Returns the names that the imported tree lacks."""
@@ -43,10 +51,14 @@ class Native:
 
     def points(self) -> Sequence[Point]:
         """Returns the methods to watch."""
-        return ()
+        wrapper = mcore_fsdp_adapter.FullyShardedDataParallelV2
+        fence = fence_point(wrapper, "finish_grad_sync")
+        return (*native.points(), fence, *job_points(NativeJob))
 
-    def describe(self, job: Any) -> None:
+    def describe(self, job: Any, storage_id: StorageId) -> None:
         """Records what the job has."""
+        keep_storage_ids(storage_id)
+        native.describe(job.model.module)
 
 
 class NativeJob:

@@ -164,6 +164,8 @@ Nanoseconds since the trace began. Only traces of a GPU run have them, and only 
 """
 
 OPTIONAL_OF: Final[dict[OpKind, dict[str, tuple[type, ...]]]] = {
+    # What was run: the target, the version of Megatron, and the folder of another tree.
+    OpKind.HEADER: {"target": _STR, "megatron": _STR, "tree": _STR},
     # Shapes of the tensors read and written, each with its dtype in front: ["bf16", 64, 32].
     # Whether autograd launched it, which costs the host less than Python does.
     OpKind.KERNEL: {"shapes": _LIST, "backward": _BOOL},

@@ -60,14 +60,20 @@ class Recorder:
         """Whether a record goes anywhere; what only a record needs is not worth computing else."""
         return self._sink is not None
 
-    def header(self, *, rank: int, world_size: int, scenario: dict[str, Any]) -> None:
-        """Writes the first record. `scenario` must hold nothing that differs between equal runs."""
+    def header(
+        self, *, rank: int, world_size: int, scenario: dict[str, Any], **identity: object
+    ) -> None:
+        """Writes the first record. `scenario` must hold nothing that differs between equal runs.
+
+        `identity` is what was run: fields that `real.trace.record.OPTIONAL_OF` allows a header.
+        """
         self.record(
             OpKind.HEADER,
             schema=SCHEMA_VERSION,
             rank=rank,
             world_size=world_size,
             scenario=scenario,
+            **identity,
         )
 
     def record(self, op: OpKind, **fields: object) -> int:

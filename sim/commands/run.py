@@ -25,6 +25,7 @@ from sim.commands.common import (
     progress_line,
 )
 from sim.faults import needs_kernels
+from sim.hosting import RELEASE, add_hosting_flags, hosted_of, refuse_unfit
 
 
 def add(commands: Any) -> None:
@@ -44,8 +45,10 @@ def add(commands: Any) -> None:
         choices=list(Reference),
         default=Reference.DDP,
         help="compare with Megatron's distributed data parallel under its plain schedule (ddp, "
-        "default) or with its distributed optimizer under the scenario's schedule (distopt)",
+        "default), with its distributed optimizer under the scenario's schedule (distopt), or with "
+        "the same target under its plain schedule (plain)",
     )
+    add_hosting_flags(run)
     run.add_argument("--world", choices=("inprocess", "gloo"), default="inprocess")
     run.add_argument("--out", type=Path, help="folder of the trace (default: runs/SCENARIO)")
     run.add_argument(
@@ -96,18 +99,18 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
         if arguments.world == "gloo" or arguments.shapes_only:
             return fail("Expected --reference ddp with --world gloo and --shapes-only.")
         check_reference(scenario, arguments.reference)
+    hosted = hosted_of(arguments)
+    if hosted != RELEASE and (arguments.world == "gloo" or arguments.shapes_only):
+        return fail("Expected --target mfsdp2 of the release with --world gloo and --shapes-only.")
     out = arguments.out or Path("runs") / arguments.scenario.stem
     replay = f"python -m sim {shlex.join(argv)}"
     # Imported late: bad input is answered before torch and Megatron load.
     from sim.quiet import quiet
 
     quiet()
-    from real.mcore.versions import UnsupportedVersion, check_megatron_version
-
-    try:
-        check_megatron_version()
-    except UnsupportedVersion as error:
-        return fail(str(error))
+    refusal = refuse_unfit(hosted)
+    if refusal is not None:
+        return fail(refusal)
     from sim.runner import open_sinks, run_in_process
     from sim.world.world import WorldError
 
@@ -135,6 +138,7 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
                 kernel_steps=kernel_steps,
                 records_shapes=arguments.shapes,
                 reference=arguments.reference,
+                hosted=hosted,
             )
     except WorldError as error:
         progress("")

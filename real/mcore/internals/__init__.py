@@ -10,6 +10,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any, Final
 
+from real.mcore.versions import missing_names
+
 if TYPE_CHECKING:
     from real.mcore.internals.execution import detach_execution_hooks, divide_gradients
     from real.mcore.internals.gradients import (
@@ -142,3 +144,8 @@ def __getattr__(name: str) -> Any:
     value = getattr(importlib.import_module(f"{__name__}.{module}"), name)
     globals()[name] = value
     return value
+
+
+if not missing_names():  # all at once, before anybody swaps names of torch
+    for _name in _MODULES:
+        importlib.import_module(f"{__name__}.{_name}")
