@@ -52,6 +52,7 @@ class FakeDevice:
         from sim.cuda.streams import Stream
 
         self.index = index
+        self.num_devices = index + 1  # until a world says how many there are
         self.recorder = recorder
         self.host_rng_state = torch.Generator().get_state()
         self.num_events = 0

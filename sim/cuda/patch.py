@@ -146,6 +146,7 @@ def swap_table() -> list[Swap]:
         Swap(torch.Tensor, "record_stream", tensors.record_stream),
         Swap(torch.Tensor, "is_cuda", tensors.is_cuda),
         Swap(torch.UntypedStorage, "resize_", tensors.resize_),
+        *(Swap(torch.UntypedStorage, name, tensors.nbytes) for name in ("nbytes", "size")),
     ]
     for owner, names in ((torch, tensors.FACTORIES), (torch.Tensor, tensors.NEW_METHODS)):
         table += [

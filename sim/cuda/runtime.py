@@ -62,8 +62,8 @@ def init() -> None:
 
 
 def device_count() -> int:
-    """Returns one device more than the calling rank's number."""
-    return active_device().index + 1
+    """Returns the number of devices of the world, the same on all its ranks."""
+    return active_device().num_devices
 
 
 def current_device() -> int:

@@ -1,7 +1,15 @@
-"""Tensor and storage names: device arguments become CPU, storage changes become records."""
+"""Tensor and storage names: device arguments become CPU, storage changes become records.
+
+[Note: emptied storage]
+On a GPU a storage of size 0 has given its memory back, and a kernel that reads it all the same
+reads what others have written there. On a CPU it would read address 0 and end the interpreter. So a
+storage that is emptied keeps its memory and its address, filled with bytes that are NaN in every
+floating type; its size is 0 for whoever asks, and the record of the kernel names it, for I1.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from collections.abc import Callable
 from typing import Any, Final
@@ -13,7 +21,10 @@ from sim.cuda.device import active_device
 from sim.cuda.streams import Stream
 
 _CPU: Final = torch.device("cpu")
+_EMPTIED: Final = "_fake_cuda_emptied"
+_NO_VALUE: Final = 0xFF
 _resize_storage = torch.UntypedStorage.resize_
+_storage_nbytes = torch.UntypedStorage.nbytes
 _tensor_to = torch.Tensor.to
 _tensor_type = torch.Tensor.type
 
@@ -115,16 +126,31 @@ def record_stream(self: torch.Tensor, s: Stream) -> None:
 
 
 def resize_(self: torch.UntypedStorage, size: int) -> Any:
-    """Resizes a storage, in bytes: 0 gives the memory back and keeps the storage."""
+    """Resizes a storage, in bytes: 0 gives the memory back and keeps the storage.
+
+    [Note: emptied storage]
+    """
     device = active_device()
     device.recorder.record(
         OpKind.RESIZE,
         stream=device.current_stream().stream_id,
         storage=device.storage_id(self),
         bytes=int(size),
-        was=self.nbytes(),
+        was=nbytes(self),
     )
-    return _resize_storage(self, size)
+    held = _storage_nbytes(self)
+    is_hollow = getattr(self, "is_hollow", False)  # nobody reads its values: the memory may go
+    if size == 0 and held and not is_hollow:
+        self.__dict__[_EMPTIED] = True
+        ctypes.memset(self.data_ptr(), _NO_VALUE, held)
+        return self
+    self.__dict__.pop(_EMPTIED, None)
+    return self if size == held else _resize_storage(self, size)
+
+
+def nbytes(self: torch.UntypedStorage) -> int:
+    """Returns the size of a storage in bytes, 0 when it has been emptied."""
+    return 0 if _EMPTIED in self.__dict__ else _storage_nbytes(self)
 
 
 @property  # type: ignore[misc]

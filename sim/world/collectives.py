@@ -27,6 +27,7 @@ class Call:
         inputs: Tensors that this rank gives.
         outputs: Tensors that this rank gets, written in place.
         reduce_op: Name of the reduction, or None.
+        factor: What each input is multiplied by before a PREMUL_SUM, or None.
         root: Group rank of the source or destination, or None.
         in_splits: Rows to each rank (all_to_all_single), or None.
         out_splits: Rows from each rank (all_to_all_single), or None.
@@ -38,6 +39,7 @@ class Call:
     inputs: list[torch.Tensor] = field(default_factory=list)
     outputs: list[torch.Tensor] = field(default_factory=list)
     reduce_op: str | None = None
+    factor: float | None = None
     root: int | None = None
     in_splits: list[int] | None = None
     out_splits: list[int] | None = None
@@ -55,6 +57,13 @@ class Call:
         tensors = self.inputs or self.outputs
         return str(tensors[0].dtype).removeprefix("torch.") if tensors else "none"
 
+    @property
+    def is_uneven(self) -> bool:
+        """Whether an all_gather into a list gets tensors of different sizes, one from each rank."""
+        if self.kind != "all_gather" or len(self.inputs) != 1 or len(self.outputs) < 2:
+            return False
+        return len({tensor.numel() for tensor in self.outputs}) > 1
+
     def signature(self) -> dict[str, Any]:
         """Returns what has to be equal on all ranks of the group."""
         result: dict[str, Any] = {"operation": self.kind}
@@ -65,9 +74,13 @@ class Call:
         result["dtype"] = self.dtype
         if self.reduce_op is not None:
             result["reduce op"] = self.reduce_op
+        if self.factor is not None:
+            result["factor"] = self.factor
         if self.root is not None:
             result["root"] = self.root
-        if self.kind in _SAME_INPUT_SIZES:
+        if self.is_uneven:
+            result["numel by rank"] = [t.numel() for t in self.outputs]
+        elif self.kind in _SAME_INPUT_SIZES:
             result["numel"] = [t.numel() for t in self.inputs]
         elif self.kind == "all_to_all_single":
             result["row size"] = self.inputs[0].shape[1:].numel()
@@ -79,6 +92,36 @@ _SAME_INPUT_SIZES: Final = frozenset(
 )
 
 
+def check_layout(tensor: torch.Tensor, what: str) -> None:
+    """Refuses a tensor that NCCL refuses.
+
+    Raises:
+        ValueError: It is not contiguous.
+    """
+    if not tensor.is_contiguous(memory_format=_memory_format(tensor)):
+        raise ValueError(
+            f"Expected a contiguous tensor in {what}, as NCCL does, got one of shape "
+            f"{list(tensor.shape)} with strides {list(tensor.stride())}."
+        )
+
+
+def _memory_format(tensor: torch.Tensor) -> torch.memory_format:
+    """Returns the format whose strides the tensor has, among those that NCCL takes."""
+    if tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last):
+        return torch.channels_last
+    return torch.contiguous_format
+
+
+def check_layouts(call: Call) -> None:
+    """Refuses a call that NCCL refuses for how its tensors lie in memory.
+
+    Raises:
+        ValueError: A tensor is not contiguous.
+    """
+    for tensor in (*call.inputs, *call.outputs):
+        check_layout(tensor, f"a call of {call.kind}")
+
+
 def check_sizes(call: Call, num_ranks: int) -> None:
     """Checks what one rank can check alone: that its outputs have room for its inputs.
 
@@ -87,7 +130,12 @@ def check_sizes(call: Call, num_ranks: int) -> None:
     """
     given = sum(tensor.numel() for tensor in call.inputs)
     taken = sum(tensor.numel() for tensor in call.outputs)
-    if call.kind == "all_gather" and taken != given * num_ranks:
+    if call.is_uneven:
+        if len(call.outputs) != num_ranks:
+            raise ValueError(
+                f"Expected {num_ranks} outputs in an all_gather, got {len(call.outputs)}."
+            )
+    elif call.kind == "all_gather" and taken != given * num_ranks:
         raise ValueError(
             f"Expected outputs of {num_ranks} x {given} elements in an all_gather, got {taken}."
         )
@@ -119,6 +167,8 @@ def given_sizes(call: Call) -> list[int]:
     """
     if call.kind == "all_to_all_single":
         return call.in_splits or []
+    if call.is_uneven:
+        return [call.inputs[0].numel()] * len(call.outputs)
     if call.kind in ("all_to_all", "scatter"):
         return [tensor.numel() for tensor in call.inputs]
     return []
@@ -128,7 +178,7 @@ def wanted_sizes(call: Call, num_ranks: int) -> list[int]:
     """Returns the size of what this rank expects from each rank, as `given_sizes` counts it."""
     if call.kind == "all_to_all_single":
         return call.out_splits or []
-    if call.kind == "all_to_all":
+    if call.kind == "all_to_all" or call.is_uneven:
         return [tensor.numel() for tensor in call.outputs]
     if call.kind == "scatter":
         return [call.outputs[0].numel()] * num_ranks
@@ -302,20 +352,28 @@ def _copy(outputs: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> No
         output.detach().copy_(value.detach().view_as(output))
 
 
-def _reduce(tensors: Sequence[torch.Tensor], op: str) -> torch.Tensor:
+def _reduce(call: Call, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    op = call.reduce_op or "SUM"
     dtype = tensors[0].dtype
     wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
-    total = tensors[0].detach().to(wide, copy=True)
+    # Ranks agree on the number of elements; shapes are each rank's own affair.
+    total = tensors[0].detach().reshape(-1).to(wide, copy=True)
+    if call.factor is not None:
+        total *= call.factor
     for tensor in tensors[1:]:
-        _REDUCE[op](total, tensor.detach().to(wide))
+        given = tensor.detach().reshape(-1).to(wide)
+        _REDUCE[op](total, given if call.factor is None else given * call.factor)
     if op == "AVG":
-        total /= len(tensors)
+        # NCCL divides integers as C does.
+        mode = None if dtype.is_floating_point or dtype.is_complex else "trunc"
+        total = torch.div(total, len(tensors), rounding_mode=mode)
     return total.to(dtype)
 
 
 _REDUCE: Final[dict[str, Callable[[torch.Tensor, torch.Tensor], Any]]] = {
     "SUM": lambda total, t: total.add_(t),
     "AVG": lambda total, t: total.add_(t),
+    "PREMUL_SUM": lambda total, t: total.add_(t),
     "PRODUCT": lambda total, t: total.mul_(t),
     "MIN": lambda total, t: total.copy_(torch.minimum(total, t)),
     "MAX": lambda total, t: total.copy_(torch.maximum(total, t)),
@@ -326,8 +384,7 @@ _REDUCE: Final[dict[str, Callable[[torch.Tensor, torch.Tensor], Any]]] = {
 
 
 def _totals(call: Call, given: _Given) -> list[torch.Tensor]:
-    op = call.reduce_op or "SUM"
-    return [_reduce(tensors, op) for tensors in zip(*given, strict=True)]
+    return [_reduce(call, tensors) for tensors in zip(*given, strict=True)]
 
 
 def _all_gather(call: Call, given: _Given, rank: int) -> None:

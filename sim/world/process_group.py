@@ -8,7 +8,7 @@ and one meaning of every collective.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -26,14 +26,14 @@ from sim.world.world import current_world
 
 BACKEND: Final = "fakeworld"
 
-_REDUCE_OPS: Final = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
+_REDUCE_OPS: Final = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
 
 
 def reduce_op_name(op: Any) -> str:
     """Returns the name of a torch reduce op.
 
     Raises:
-        NotImplementedError: The op is none of the plain ones.
+        NotImplementedError: The op is not known.
     """
     for name in _REDUCE_OPS:
         if op == getattr(dist.ReduceOp, name):
@@ -97,6 +97,7 @@ class _Work(dist.Work):
         self._group = group
         self._handles = list(handles)
         self._result = result
+        self._future: _LazyFuture | None = None
 
     @property
     def is_waited_for(self) -> bool:
@@ -113,6 +114,8 @@ class _Work(dist.Work):
             issued.handle.wait()
             self._group.record_wait(issued.n, **issued.message)
         self._handles = []
+        if self._future is not None:
+            self._future._settle()
         return True
 
     def synchronize(self) -> None:
@@ -122,10 +125,58 @@ class _Work(dist.Work):
         return self._result
 
     def get_future(self) -> Future[Any]:
-        self.wait()
-        future: Future[Any] = Future()
-        future.set_result(self._result)
-        return future
+        if self._future is None:
+            self._future = _LazyFuture(self._finish)
+        return self._future
+
+    def _finish(self) -> Any:
+        if self._handles:
+            self.wait()
+        return self._result
+
+
+class _LazyFuture(Future[Any]):
+    """The result of a call on its way: asking for it lets the other ranks run, having it does not.
+
+    NCCL's future is there at once and its callbacks are queued on the device. Here a callback runs
+    when somebody asks for the value, or waits for the work.
+    """
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        super().__init__()
+        self._make = make
+        self._children: list[_LazyFuture] = []
+        self._is_settling = False
+
+    def _settle(self) -> None:
+        if self._is_settling:
+            return  # the wait that makes the value asks for it too
+        self._is_settling = True
+        if not super().done():
+            self.set_result(self._make())
+        self._is_settling = False
+        children, self._children = self._children, []
+        for child in children:
+            child._settle()
+
+    def done(self) -> bool:
+        """Returns True: the work is queued, and what reads its result is ordered after it."""
+        return True
+
+    def wait(self) -> Any:
+        self._settle()
+        return super().wait()
+
+    def value(self) -> Any:
+        return self.wait()
+
+    def then(self, callback: Callable[..., Any]) -> _LazyFuture:
+        child = _LazyFuture(lambda: callback(self))
+        self._children.append(child)
+        return child
+
+    def add_done_callback(self, callback: Callable[..., Any]) -> None:
+        self.then(callback)
 
 
 class _Done:
@@ -198,6 +249,7 @@ class FakeProcessGroup(_ProcessGroup):
         )
 
     def _issue(self, call: Call, opts: Any, result: Any) -> dist.Work:
+        collectives.check_layouts(call)
         collectives.check_sizes(call, len(self.ranks))
         is_async = bool(getattr(opts, "asyncOp", False)) or self._coalesced is not None
         if len(self.ranks) == 1:
@@ -294,13 +346,13 @@ class FakeProcessGroup(_ProcessGroup):
             kind="reduce_scatter",
             inputs=list(inputs),
             outputs=list(outputs),
-            reduce_op=_op_of(opts),
+            **_reduction(opts),
         )
         return self._issue(call, opts, outputs)
 
     def allreduce(self, tensors: Any, opts: Any = None) -> dist.Work:
         tensors = list(tensors) if isinstance(tensors, (list, tuple)) else [tensors]
-        call = Call(kind="all_reduce", inputs=tensors, outputs=tensors, reduce_op=_op_of(opts))
+        call = Call(kind="all_reduce", inputs=tensors, outputs=tensors, **_reduction(opts))
         return self._issue(call, opts, tensors)
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> dist.Work:
@@ -311,7 +363,7 @@ class FakeProcessGroup(_ProcessGroup):
             kind="reduce",
             inputs=list(tensors),
             outputs=list(tensors),
-            reduce_op=_op_of(opts),
+            **_reduction(opts),
             root=opts.rootRank,
         )
         return self._issue(call, opts, tensors)
@@ -369,12 +421,14 @@ class FakeProcessGroup(_ProcessGroup):
         return n
 
     def send(self, tensors: Any, dst: int, tag: int = 0) -> dist.Work:
+        collectives.check_layout(tensors[0], "a send")
         n = self._message_number(self.group_rank, dst)
         message = self._record_message("send", n, tensors[0], dst)
         self._transport.send(self, n, tensors[0], dst)
         return self._finish([_Issued(_Done(), n, message)], True, tensors)
 
     def recv(self, tensors: Any, src: int, tag: int = 0) -> dist.Work:
+        collectives.check_layout(tensors[0], "a recv")
         n = self._message_number(src, self.group_rank)
         message = self._record_message("recv", n, tensors[0], src)
         handle = self._transport.receive(self, n, tensors[0], src)
@@ -405,8 +459,17 @@ def _storage_ids(device: FakeDevice, tensors: Sequence[torch.Tensor]) -> list[in
     return list(dict.fromkeys(ids))
 
 
-def _op_of(opts: Any) -> str:
-    return "SUM" if opts is None else reduce_op_name(opts.reduceOp)
+def _reduction(opts: Any) -> dict[str, Any]:
+    """Returns a call's fields that say how it reduces."""
+    if opts is None:
+        return {"reduce_op": "SUM"}
+    name = reduce_op_name(opts.reduceOp)
+    if name != "PREMUL_SUM":
+        return {"reduce_op": name}
+    factor = opts.reduceOp.factor
+    if isinstance(factor, torch.Tensor):
+        factor = factor.item()
+    return {"reduce_op": name, "factor": float(factor)}
 
 
 def _as_list(splits: Any) -> list[int] | None:
@@ -428,3 +491,4 @@ def init_process_group(rank: int, world_size: int) -> None:
         dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
     # The store is there because torch wants one; nobody waits for a key in it.
     dist.init_process_group(BACKEND, store=HashStore(), rank=rank, world_size=world_size)
+    active_device().num_devices = world_size  # one host holds them all

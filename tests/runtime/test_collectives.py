@@ -460,3 +460,111 @@ def test_sizes_that_cannot_fit_are_refused_at_the_call(
         run_ranks(2, lambda rank: call())
     assert isinstance(caught.value.__cause__, ValueError)
     assert str(caught.value.__cause__) == message
+
+
+def test_premultiplied_sum_scales_before_it_adds(run_ranks: RunRanks) -> None:
+    """Megatron's FSDP divides gradients this way."""
+
+    def body(rank: int) -> list[float]:
+        output = torch.empty(1, dtype=torch.bfloat16)
+        given = torch.tensor([1.0 + rank, 3.0], dtype=torch.bfloat16)
+        op = dist._make_nccl_premul_sum(0.5)
+        dist.reduce_scatter_tensor(output, given, op=op)
+        return output.tolist()
+
+    assert run_ranks(2, body) == [[1.5], [3.0]]
+
+
+def test_premultiplied_sums_of_different_factors_do_not_match(run_ranks: RunRanks) -> None:
+    def body(rank: int) -> None:
+        dist.all_reduce(_ints(1), op=dist._make_nccl_premul_sum(0.5 + rank))
+
+    with pytest.raises(WorldError, match=r"\(factor: expected [01]\.5, got [01]\.5\)"):
+        run_ranks(2, body)
+
+
+def test_all_gather_takes_a_list_of_uneven_tensors(run_ranks: RunRanks) -> None:
+    """NCCL broadcasts each of them."""
+
+    def body(rank: int) -> list[list[float]]:
+        outputs = [torch.empty(source + 1) for source in range(3)]
+        dist.all_gather(outputs, torch.full((rank + 1,), float(rank)))
+        return [output.tolist() for output in outputs]
+
+    assert run_ranks(3, body) == [[[0], [1, 1], [2, 2, 2]]] * 3
+
+
+def test_uneven_all_gather_of_another_size_names_both_ranks(run_ranks: RunRanks) -> None:
+    def body(rank: int) -> None:
+        dist.all_gather([torch.empty(1), torch.empty(2)], torch.zeros(2))
+
+    with pytest.raises(WorldError, match="rank 0 sends 2 elements to rank 0, which expects 1"):
+        run_ranks(2, body)
+
+
+def test_all_reduce_asks_for_equal_counts_not_for_equal_shapes(run_ranks: RunRanks) -> None:
+    def body(rank: int) -> list[int]:
+        tensor = torch.arange(6.0).view([(2, 3), (3, 2)][rank])
+        dist.all_reduce(tensor)
+        return tensor.flatten().tolist()
+
+    assert run_ranks(2, body) == [[0, 2, 4, 6, 8, 10]] * 2
+
+
+def test_average_of_integers_is_cut_off(run_ranks: RunRanks) -> None:
+    def body(rank: int) -> list[int]:
+        tensor = torch.tensor([rank, -3 * rank])
+        dist.all_reduce(tensor, op=dist.ReduceOp.AVG)
+        return tensor.tolist()
+
+    assert run_ranks(2, body) == [[0, -1]] * 2
+
+
+@pytest.mark.parametrize("call", ["all_reduce", "all_gather", "send"])
+def test_strided_tensors_are_refused_as_by_nccl(run_ranks: RunRanks, call: str) -> None:
+    def body(rank: int) -> None:
+        strided = torch.zeros(4, 4).t()
+        if call == "all_reduce":
+            dist.all_reduce(strided)
+        elif call == "all_gather":
+            dist.all_gather_into_tensor(torch.empty(8, 4), strided)
+        else:
+            dist.send(strided, 1 - rank)
+
+    with pytest.raises(WorldError, match=r"Expected a contiguous tensor in a .*\[1, 4\]"):
+        run_ranks(2, body)
+
+
+def test_future_of_a_work_does_not_wait_for_the_others(run_ranks: RunRanks) -> None:
+    """A rank that waited at once would never come to the call that the other is in."""
+
+    def body(rank: int) -> list[float]:
+        first, second = _ints(rank), _ints(10 * rank)
+        groups = [dist.new_group([0, 1]) for _ in range(2)]
+        calls = [(first, groups[0]), (second, groups[1])]
+        futures = []
+        for tensor, group in calls if rank == 0 else reversed(calls):
+            work = dist.all_reduce(tensor, group=group, async_op=True)
+            futures.append(work.get_future().then(lambda future: future.value()[0] + 1))
+            assert futures[-1].done()
+        values = [future.wait().item() for future in futures]
+        return values if rank == 0 else values[::-1]
+
+    assert run_ranks(2, body) == [[2, 11]] * 2
+
+
+def test_callbacks_of_a_future_run_when_its_work_is_waited_for(run_ranks: RunRanks) -> None:
+    def body(rank: int) -> list[float]:
+        seen: list[float] = []
+        tensor = _ints(rank + 1)
+        work = dist.all_reduce(tensor, async_op=True)
+        work.get_future().add_done_callback(lambda future: seen.append(future.value()[0].item()))
+        assert not seen
+        work.wait()
+        return seen
+
+    assert run_ranks(2, body) == [[3]] * 2
+
+
+def test_every_rank_sees_the_same_number_of_devices(run_ranks: RunRanks) -> None:
+    assert run_ranks(3, lambda rank: torch.cuda.device_count()) == [3, 3, 3]

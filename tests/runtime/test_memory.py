@@ -113,3 +113,34 @@ def test_device_and_host_random_states_are_apart() -> None:
     assert not torch.equal(torch.rand(1), first)
     torch.cuda.manual_seed(1)
     assert torch.equal(torch.rand(1), first)
+
+
+def test_an_emptied_storage_holds_no_values_and_can_be_read(records: Records) -> None:
+    """A read of it is a fault for the checks to report, never the end of the interpreter."""
+    tensor = torch.ones(1 << 16, dtype=torch.bfloat16)
+    tensor.untyped_storage().resize_(0)
+    assert tensor.untyped_storage().nbytes() == tensor.untyped_storage().size() == 0
+    assert (tensor * 2).isnan().all()
+    counts = torch.ones(8, dtype=torch.int64)
+    counts.untyped_storage().resize_(0)
+    assert counts.eq(-1).all()
+
+
+def test_an_address_stays_over_a_release(records: Records) -> None:
+    """As with the caching allocator, where nobody else has asked in between."""
+    tensor = torch.ones(1 << 16)
+    address = tensor.data_ptr()
+    tensor.untyped_storage().resize_(0)
+    tensor.untyped_storage().resize_(4 << 16)
+    assert tensor.data_ptr() == address
+    assert tensor.isnan().all()  # what was in it is gone
+    assert [(r["was"], r["bytes"]) for r in records if r["op"] == "resize"] == [
+        (4 << 16, 0),
+        (0, 4 << 16),
+    ]
+
+
+def test_a_view_made_after_the_release_is_of_the_emptied_storage(records: Records) -> None:
+    tensor = torch.ones(8)
+    tensor.untyped_storage().resize_(0)
+    assert tensor[2:4].untyped_storage().nbytes() == 0
