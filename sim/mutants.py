@@ -90,11 +90,11 @@ def _constant(value: Any) -> Callable[[Any], Any]:
 def _reduce_first(original: Any) -> Any:
     """Packs and reduces the gradients before the full weights are released."""
 
-    def finish(scheduler: Any, unit: Any, cause: str, *, num_zero_filled: int) -> None:
+    def finish(scheduler: Any, unit: Any, cause: str) -> None:
         close = scheduler._close_backward
         scheduler._close_backward = lambda *args: None
         try:
-            original(scheduler, unit, cause, num_zero_filled=num_zero_filled)
+            original(scheduler, unit, cause)
         finally:
             del scheduler._close_backward
         close(unit, cause)

@@ -6,12 +6,10 @@ from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TYPE_CHECKING
 
-from torch import nn
-
 from real.config import Scenario
 from real.reference import Reference
 from real.targets import find_target
-from real.trace import OpKind, Recorder, Sink, recording
+from real.trace import Recorder, Sink, recording
 from sim.cuda import FakeDevice, use_device
 from sim.cuda.kernels import KernelRecorder
 from sim.cuda.shapes import ShapeRecorder
@@ -19,19 +17,6 @@ from sim.hosting import RELEASE, Hosted
 
 if TYPE_CHECKING:
     from real.mcore.jobs import JobOutput
-
-
-def name_storages(device: FakeDevice, root: nn.Module) -> None:
-    """Names the buffers of every unit in the trace, as "decoder.layers.0:full weight"."""
-    from real.mcore import internals
-
-    for unit, kind, storage in internals.unit_storages(root):
-        device.recorder.record(
-            OpKind.NAME,
-            storage=device.storage_id(storage),
-            name=f"{unit}:{kind}",
-            bytes=storage.nbytes(),
-        )
 
 
 def run_rank(

@@ -18,7 +18,6 @@ from real.result import RunResult, judge
 from real.targets import find_target
 from real.trace import JsonlSink, Sink, Trace, trace_path
 from real.trace.recorder import Record
-from real.watch.points import watched
 from sim.aside import Aside, can_fork
 from sim.checks import check_numerics, check_traces, declared_units
 from sim.fuzz.findings import check_stalled
@@ -124,7 +123,7 @@ def run_in_process(
             )
             stack.callback(aside.stop)
         target = find_target(hosted.target)
-        with recorded_nodes(), watched(target.points()):
+        with recorded_nodes(target.points()):
             outputs = _run_world(
                 scenario,
                 is_reference=False,

@@ -18,7 +18,7 @@ from real.gpu.durations import DeviceTimes, HoldingSink
 from real.gpu.observe import observed
 from real.gpu.recorder import GpuRecorder
 from real.gpu.world import gpu_world
-from real.trace import JsonlSink, OpKind, trace_path
+from real.trace import JsonlSink, trace_path
 
 if TYPE_CHECKING:
     from real.mcore.jobs import Job
@@ -130,6 +130,7 @@ def _record(
     num_timed: int,
     on_progress: Callable[[str], None],
 ) -> TraceResult:
+    from real.mcore import watch_table
     from real.mcore.jobs import FsdpJob, run_job
 
     file = open_file(out, rank, scenario.world_size)
@@ -139,7 +140,7 @@ def _record(
         recorder.header(rank=rank, world_size=scenario.world_size, scenario=scenario.as_dict())
         with _recorded(recorder):
             job = FsdpJob(scenario)
-            name_storages(recorder, job.model.module)
+            watch_table.describe(job.model, recorder.storage_number)
         for _ in range(num_warmup):
             job.forward_backward(0)
             job.clear_gradients()
@@ -156,15 +157,6 @@ def _record(
         plain_ms=times[0],
         recorded_ms=times[1],
     )
-
-
-def name_storages(recorder: GpuRecorder, root: torch.nn.Module) -> None:
-    """Names the buffers of every unit in the trace, as "decoder.layers.0:full weight"."""
-    from real.mcore import internals
-
-    for unit, kind, storage in internals.unit_storages(root):
-        number = recorder.storage_number(storage)
-        recorder.record(OpKind.NAME, storage=number, name=f"{unit}:{kind}")
 
 
 def _recorder(file: JsonlSink, *, has_durations: bool) -> GpuRecorder:

@@ -93,8 +93,9 @@ class UnitLifecycle:
                 rule="I18",
                 unit=self._unit,
             )
-        if after is not self.phase:
-            active_recorder().record(
+        recorder = active_recorder()
+        if after is not self.phase and recorder.is_recording:
+            recorder.record(
                 OpKind.PHASE,
                 unit=self._unit,
                 event=event.value,

@@ -151,7 +151,7 @@ class UnitScheduler:
         unit.lifecycle.step(UnitEvent.GRADIENT, parameter)
         if unit.countdown.count(parameter):
             unit.is_complete = True
-            self._finish_backward(unit, parameter, num_zero_filled=0)
+            self._finish_backward(unit, parameter)
 
     def end_of_first_use(self, names: Sequence[str], cause: str) -> None:
         """The node that first reads these units in backward has run: they are unsharded by now.
@@ -187,7 +187,8 @@ class UnitScheduler:
             _record_hook("end_backward", name, name)
             self.end_of_first_use([name], cause)
             unit.is_complete = True
-            self._finish_backward(unit, cause, num_zero_filled=self._zero_fill(unit, cause))
+            self._zero_fill(unit, cause)
+            self._finish_backward(unit, cause)
             unit.is_reduced = False
 
     def release_forward(self, names: Sequence[str], cause: str) -> None:
@@ -224,7 +225,8 @@ class UnitScheduler:
             if not unit.is_trainable:
                 self._close_backward(unit, cause)
             else:
-                self._finish_backward(unit, cause, num_zero_filled=self._zero_fill(unit, cause))
+                self._zero_fill(unit, cause)
+                self._finish_backward(unit, cause)
 
     # -- public calls -----------------------------------------------------------------------
 
@@ -250,7 +252,6 @@ class UnitScheduler:
         self.release_backward(list(self.units), "finish_grad_sync")
         self._check_resting()
         ordering.join_reduce_scatter(self.context)
-        active_recorder().record(OpKind.FENCE, stream=torch.cuda.current_stream().stream_id)
         self._needs_fork = True
 
     def register_post_backward_hook(
@@ -289,26 +290,18 @@ class UnitScheduler:
         self._gather(unit)
 
     def _gather(self, unit: ScheduledUnit) -> None:
-        is_needed = unit.unit.unshard_event is None
-        if is_needed:
-            if self._needs_fork or not unit.name:
-                ordering.fork_all_gather(self.context)
-                self._needs_fork = False
-            with _at_work(unit, "unshard"):
-                unit.unit.unshard()
-            unit.joined_streams = []
-        active_recorder().record(
-            OpKind.UNSHARD,
-            unit=unit.name,
-            stream=torch.cuda.current_stream().stream_id,
-            gathered=is_needed,
-        )
+        if unit.unit.unshard_event is not None:
+            unit.unit.unshard()  # has nothing to do, and shows who watches it that we rely on it
+            return
+        if self._needs_fork or not unit.name:
+            ordering.fork_all_gather(self.context)
+            self._needs_fork = False
+        with _profiled(unit, "unshard"):
+            unit.unit.unshard()
+        unit.joined_streams = []
 
     def _reshard(self, unit: ScheduledUnit) -> None:
-        active_recorder().record(
-            OpKind.RESHARD, unit=unit.name, stream=torch.cuda.current_stream().stream_id
-        )
-        with _at_work(unit, "reshard"):
+        with _profiled(unit, "reshard"):
             unit.unit.reshard()
         unit.joined_streams = []
 
@@ -321,7 +314,7 @@ class UnitScheduler:
         if after is UnitPhase.RESTING:
             self._reshard(unit)
 
-    def _finish_backward(self, unit: ScheduledUnit, cause: str, *, num_zero_filled: int) -> None:
+    def _finish_backward(self, unit: ScheduledUnit, cause: str) -> None:
         if self._fence_owner is None:
             raise ContractError(
                 f"Cannot reduce FSDP unit {unit.name or '<root>'!r} before somebody owns the final "
@@ -331,18 +324,11 @@ class UnitScheduler:
             )
         # Full weights go before the packed gradient buffer comes: both at once would be the peak.
         self._close_backward(unit, cause)
-        active_recorder().record(
-            OpKind.REDUCE,
-            unit=unit.name,
-            stream=torch.cuda.current_stream().stream_id,
-            last=self.context.is_last_microbatch,
-            zero_filled=num_zero_filled,
-        )
         self._check_present(unit)
         if unit.grad_divisor != 1:
             grads = [p.grad for p in unit.unit.trainable_parameters.values() if p.grad is not None]
             torch._foreach_div_(grads, unit.grad_divisor)
-        with _at_work(unit, "reduce"):
+        with _profiled(unit, "reduce"):
             unit.unit.reduce_gradients()
         unit.is_reduced = True
         if self._needs_fork:
@@ -378,7 +364,7 @@ class UnitScheduler:
                 unit=awake[0].name,
             )
 
-    def _zero_fill(self, unit: ScheduledUnit, cause: str) -> int:
+    def _zero_fill(self, unit: ScheduledUnit, cause: str) -> None:
         short = unit.countdown.short()
         if short:
             raise ContractError(
@@ -387,9 +373,8 @@ class UnitScheduler:
                 rule="I5",
                 unit=unit.name,
             )
-        missing = unit.countdown.missing()
         parameters = unit.unit.trainable_parameters
-        for name in missing:
+        for name in unit.countdown.missing():
             if parameters[name].grad is not None:
                 raise ContractError(
                     f"Expected a completion hook for the gradient of {name!r} in FSDP unit "
@@ -409,34 +394,29 @@ class UnitScheduler:
             parameters[name].grad = torch.zeros_like(parameters[name])
             active_recorder().record(OpKind.ZERO_FILL, unit=unit.name, parameter=name)
         unit.countdown.rearm()
-        return len(missing)
 
 
 @contextmanager
-def _at_work(unit: ScheduledUnit, action: str) -> Iterator[None]:
-    """Attributes what is recorded inside to the unit, and shows it to profilers.
+def _profiled(unit: ScheduledUnit, action: str) -> Iterator[None]:
+    """Shows work on a unit to profilers.
 
     A context manager, so that no early return or error leaves the profiler range open.
     """
-    recorder = active_recorder()
-    previous, recorder.unit = recorder.unit, unit.name
     torch.cuda.nvtx.range_push(f"MFSDP {unit.name or '<root>'} {action}")
     try:
         yield
     finally:
         torch.cuda.nvtx.range_pop()
-        recorder.unit = previous
 
 
 def _record_hook(point: str, module: str, unit: str) -> None:
-    # Autograd is asked here again: the record must not depend on what the hook makes of the answer.
-    active_recorder().record(
-        OpKind.HOOK,
-        point=point,
-        module=module,
-        unit=unit,
-        in_backward=torch._C._current_graph_task_id() != -1,
-    )
+    recorder = active_recorder()
+    if recorder.is_recording:
+        # Autograd is asked here again: the record must not depend on what the hook makes of it.
+        is_in_backward = torch._C._current_graph_task_id() != -1
+        recorder.record(
+            OpKind.HOOK, point=point, module=module, unit=unit, in_backward=is_in_backward
+        )
 
 
 def _is_inside_backward() -> bool:

@@ -50,7 +50,10 @@ class FsdpUnit(Protocol):
         ...
 
     def unshard(self) -> None:
-        """Allocates, gathers and installs full parameters on the all-gather stream."""
+        """Allocates, gathers and installs full parameters on the all-gather stream.
+
+        Does nothing when they are there.
+        """
         ...
 
     def reshard(self) -> None:

@@ -9,7 +9,6 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from real.mcore import internals
-from real.trace import OpKind, active_recorder
 
 _EPSILON: Final = 1e-6  # as in Megatron's own clipping
 
@@ -28,9 +27,6 @@ def grad_norm(
             the next.
         expert_group: The expert-parallel ranks.
     """
-    active_recorder().record(
-        OpKind.GRAD_READ, stream=torch.cuda.current_stream().stream_id, by="grad_norm"
-    )
     squares: dict[tuple[ProcessGroup, ...], list[torch.Tensor]] = {}
     for shard in internals.gradient_shards(root):
         groups = shard.groups + ((expert_group,) if shard.unit in expert_units else ())

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from megatron.core import parallel_state
@@ -100,7 +100,6 @@ class FsdpJob:
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """Gathers the gradients of every unit. Collective."""
-        _record_stream_use(OpKind.GRAD_READ, by="gradients")
         return internals.full_gradients(self.model.module)
 
     def grad_norm(self) -> torch.Tensor:
@@ -129,14 +128,8 @@ class FsdpJob:
 
     def optimizer_step(self) -> None:
         """Updates the main weights, refreshes the model weights, clears the gradients."""
-        _record_stream_use(OpKind.OPTIMIZER_STEP)
         self._optimizer.step()
         self._optimizer.zero_grad()
-
-
-def _record_stream_use(op: OpKind, **fields: Any) -> None:
-    stream = torch.cuda.current_stream().stream_id
-    active_recorder().record(op, stream=stream, **fields)
 
 
 def empty_data_parallel(model: DistributedDataParallel) -> None:

@@ -1,20 +1,31 @@
-"""Writes the schedule's nodes into the active trace, in both modes."""
+"""Writes the schedule's nodes and what is done with units into the active trace, in both modes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 
 from real.mcore.internals import NodeCall, observed_nodes
 from real.trace import OpKind, active_recorder
+from real.watch import Point, watched
 
 
 @contextmanager
-def recorded_nodes() -> Iterator[None]:
-    """Records begin and end of every schedule node of the process for the length of the block."""
-    with observed_nodes(_begin, _end):
+def recorded_nodes(points: Sequence[Point] | None = None) -> Iterator[None]:
+    """Records every schedule node of the process, and what a table watches, for a block.
+
+    What a built model is made of is recorded by its target.
+
+    Args:
+        points: What to watch; None for the table of our hooks.
+    """
+    if points is None:
+        from real.mcore import watch_table
+
+        points = watch_table.points()
+    with watched(points), observed_nodes(_begin, _end):
         yield
 
 

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, Final
 
-import torch
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from torch import nn
 from torch.utils.hooks import RemovableHandle
@@ -29,7 +28,6 @@ from real.mcore import internals
 from real.mcore.consumers import Consumers, find_consumers
 from real.mcore.shard import Meshes, shard_model
 from real.mcore.validate import validate
-from real.trace import OpKind, active_recorder
 
 # The value that makes the released schedule wire the release callbacks of each layer.
 _SHARDING_STRATEGY: Final = "optim_grads_params"
@@ -177,7 +175,6 @@ class Mfsdp1F1B(_BaseDataParallel):
         if not self.config.overlap_moe_expert_parallel_comm:
             modules = {name: unit.module for name, unit in units.items()}
             self._undo.append(install_ends(self._handle.scheduler, modules))
-        self._record_units(units, plan)
         return self._handle
 
     def remove(self) -> None:
@@ -219,35 +216,10 @@ class Mfsdp1F1B(_BaseDataParallel):
             fence_owner="finish_grad_sync",
         )
 
-    def _record_units(self, units: dict[str, internals.MfsdpUnit], plan: HookPlan) -> None:
-        for role, stream in (
-            ("compute", torch.cuda.current_stream()),
-            ("all-gather", self._context.all_gather_stream),
-            ("reduce-scatter", self._context.reduce_scatter_stream),
-        ):
-            active_recorder().record(OpKind.STREAM_ROLE, stream=stream.stream_id, role=role)
-        for name, unit in units.items():
-            active_recorder().record(
-                OpKind.UNIT,
-                unit=name,
-                parameters=unit.num_parameters,
-                trainable=len(unit.trainable_parameters),
-                bytes=unit.full_bytes,
-                ranks=unit.ranks,
-                divisor=self._grad_divisors.get(name, 1),
-            )
-        fires = {gradient.parameter: gradient.fires for gradient in plan.gradients}
-        for owned in internals.owned_parameters(self.module):
-            active_recorder().record(
-                OpKind.PARAMETER,
-                parameter=owned.name,
-                unit=owned.unit,
-                fires=fires.get(owned.name, 0),
-                delayed=owned.is_delayed,
-                names=owned.names,
-                shape=list(owned.parameter.shape),
-                dtype=str(owned.parameter.dtype).removeprefix("torch."),
-            )
+    @property
+    def grad_divisors(self) -> dict[str, int]:
+        """Divisor of a unit's gradients before they are reduced, by unit name; 1 for the others."""
+        return dict(self._grad_divisors)
 
     @property
     def expert_units(self) -> frozenset[str]:
@@ -280,11 +252,6 @@ class Mfsdp1F1B(_BaseDataParallel):
     def _replace_param_with_raw_if_needed(self) -> None:
         """Makes sure that every unit has its context before a child could think it is a root."""
         internals.initialize_context(self.module)
-        stream = internals.communication_stream()
-        if stream is not None:
-            active_recorder().record(
-                OpKind.STREAM_ROLE, stream=stream.stream_id, role="communication"
-            )
 
     def pre_backward(self) -> None:
         """Before a combined step that has a backward. No autograd callback: nothing runs yet."""
@@ -351,4 +318,3 @@ class Mfsdp1F1B(_BaseDataParallel):
             self.scheduler.finish_grad_sync()
         else:
             ordering.join_reduce_scatter(self._context)
-            active_recorder().record(OpKind.FENCE, stream=torch.cuda.current_stream().stream_id)

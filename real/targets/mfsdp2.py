@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from real.config import Scenario
-from real.mcore import internals
+from real.mcore import watch_table
 from real.mcore.jobs import FsdpJob
 from real.mcore.versions import missing_names
-from real.targets.records import StorageId, keep_storage_ids, record_name_of
+from real.targets.records import StorageId
 from real.watch.points import Point
 
 
@@ -47,11 +47,9 @@ class Mfsdp2:
         )
 
     def points(self) -> Sequence[Point]:
-        """Returns nothing: our adapter and hooks record by themselves."""
-        return ()
+        """Returns the methods to watch."""
+        return watch_table.points()
 
     def describe(self, job: Any, storage_id: StorageId) -> None:
-        """Records the names of the buffers; the adapter has recorded the rest."""
-        keep_storage_ids(storage_id)
-        for unit, kind, storage in internals.unit_storages(job.model.module):
-            record_name_of(unit, kind, storage)
+        """Records what the job has."""
+        watch_table.describe(job.model, storage_id)

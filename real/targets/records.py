@@ -25,14 +25,10 @@ def keep_storage_ids(storage_id: StorageId) -> None:
 
 def record_name(unit: str, kind: str, tensor: torch.Tensor) -> None:
     """Names a tensor's storage, as "decoder.layers.0:full weight"."""
-    record_name_of(unit, kind, tensor.untyped_storage())
-
-
-def record_name_of(unit: str, kind: str, storage: torch.UntypedStorage) -> None:
-    """Names a storage, as "decoder.layers.0:full weight"."""
     recorder = active_recorder()
     storage_id = _storage_ids.get(recorder)
     if recorder.is_recording and storage_id is not None:
+        storage = tensor.untyped_storage()
         recorder.record(
             OpKind.NAME,
             storage=storage_id(storage),
@@ -75,14 +71,14 @@ def record_unit(
 def record_parameter(unit: str, names: list[str], parameter: nn.Parameter) -> None:
     """Records a unit's parameter, once for each of its names.
 
-    How many gradients a microbatch gives it cannot be asked from outside: as many as it has names.
+    How many gradients a microbatch gives it cannot be asked from outside, so none are declared.
     """
     for name in names:
         active_recorder().record(
             OpKind.PARAMETER,
             parameter=name,
             unit=unit,
-            fires=len(names) if parameter.requires_grad else 0,
+            fires=0,
             delayed=bool(getattr(parameter, "skip_backward_post_hook", False)),
             names=names,
             shape=list(parameter.shape),

@@ -29,7 +29,6 @@ from sim.cases.bodies_models import (
 )
 from sim.cases.worlds import Rank, at_node, replaced
 from sim.cuda import active_device
-from sim.rank import name_storages
 
 if TYPE_CHECKING:
     from real.mcore.schedule import Mfsdp1F1B
@@ -52,7 +51,6 @@ __all__ = [
     "gradients",
     "make_optimizer",
     "name_storage",
-    "name_storages",
     "optimizer_step",
     "read_gradients",
     "shard",
@@ -122,8 +120,8 @@ def start_all(
     if shares_context:
         share_context(chunks)
     kernels = [Kernel(wrap(chunk)) for chunk in chunks]
-    for chunk in chunks:
-        name_storages(rank.device, chunk)
+    for kernel in kernels:
+        rank.describe(kernel.model)
     rank.observe()
     return kernels
 

@@ -44,7 +44,7 @@ def first_window(rank: Rank) -> None:
     chunk: Any = units.Chunk()
     units.shard_chunk(chunk, units.dense_mesh(2))
     kernel = units.Kernel(units.wrap(chunk))
-    units.name_storages(rank.device, chunk)
+    rank.describe(kernel.model)
     kernel.step(0)
 
 

@@ -116,9 +116,9 @@ def no_reduction_in_no_sync() -> AbstractContextManager[None]:
     """`no_sync` leaves reductions out, as plain data parallelism does: full gradients pile up."""
 
     def make(original: Any) -> Any:
-        def finish(scheduler: Any, unit: Any, cause: str, *, num_zero_filled: int) -> None:
+        def finish(scheduler: Any, unit: Any, cause: str) -> None:
             if scheduler.context.is_last_microbatch:
-                original(scheduler, unit, cause, num_zero_filled=num_zero_filled)
+                original(scheduler, unit, cause)
             else:
                 scheduler._close_backward(unit, cause)
 
@@ -156,11 +156,11 @@ def decided_in_forward() -> Iterator[None]:
         return pre_forward
 
     def make_finish(original: Any) -> Any:
-        def finish(scheduler: Any, unit: Any, cause: str, *, num_zero_filled: int) -> None:
+        def finish(scheduler: Any, unit: Any, cause: str) -> None:
             previous = scheduler.context.is_last_microbatch
             scheduler.context.is_last_microbatch = decided[unit].pop(0)
             try:
-                original(scheduler, unit, cause, num_zero_filled=num_zero_filled)
+                original(scheduler, unit, cause)
             finally:
                 scheduler.context.is_last_microbatch = previous
 
@@ -259,10 +259,10 @@ def gradients_named() -> Iterator[None]:
     """The full gradients of a unit get a name in the trace when the unit is complete."""
 
     def make(original: Any) -> Any:
-        def finish(scheduler: Any, unit: Any, cause: str, *, num_zero_filled: int) -> None:
+        def finish(scheduler: Any, unit: Any, cause: str) -> None:
             for parameter in unit.unit.trainable_parameters.values():
                 units.name_storage(parameter.grad, unit.name, "full gradient")
-            original(scheduler, unit, cause, num_zero_filled=num_zero_filled)
+            original(scheduler, unit, cause)
 
         return finish
 

@@ -78,7 +78,8 @@ def _final_callback(*, knows_its_window: bool) -> AbstractContextManager[None]:
         if not root.is_complete or knows_its_window:
             return
         root.lifecycle.step(UnitEvent.BACKWARD_USE, "final callback")
-        scheduler._finish_backward(root, "final callback", num_zero_filled=0)
+        scheduler._close_backward(root, "final callback")
+        root.unit.reduce_gradients()  # without the scheduler's check, which would refuse first
 
     return replaced(f"{_SCHEDULER}.pre_backward", make)
 

@@ -15,7 +15,7 @@ from sim.cases.base import Case, Run, Shown
 from sim.cases.judges import both_sides
 from sim.cases.judges_overlap import check_queued
 from sim.cases.ordering import OVERLAP
-from sim.cases.worlds import Defect, Rank, replaced, run_ranks
+from sim.cases.worlds import Defect, Rank, all_of, replaced, run_ranks
 from sim.checks import Violation
 
 
@@ -72,18 +72,33 @@ def _tokens_for_some(rank: Rank) -> None:
 
 
 def _no_gradient_no_reduction() -> AbstractContextManager[None]:
+    unused: set[Any] = set()
+
+    def make_fill(original: Any) -> Any:
+        def fill(scheduler: Any, unit: Any, cause: str) -> None:
+            if len(unit.countdown.missing()) == len(unit.unit.trainable_parameters):
+                unused.add(unit)
+            original(scheduler, unit, cause)
+
+        return fill
+
     def make(original: Any) -> Any:
-        def finish(scheduler: Any, unit: Any, cause: str, *, num_zero_filled: int) -> None:
-            if num_zero_filled == len(unit.unit.trainable_parameters):
+        def finish(scheduler: Any, unit: Any, cause: str) -> None:
+            if unit in unused:
+                unused.remove(unit)
                 for parameter in unit.unit.trainable_parameters.values():
                     parameter.grad = None
                 scheduler._close_backward(unit, cause)
             else:
-                original(scheduler, unit, cause, num_zero_filled=num_zero_filled)
+                original(scheduler, unit, cause)
 
         return finish
 
-    return replaced("real.hooks.scheduler.UnitScheduler._finish_backward", make)
+    scheduler = "real.hooks.scheduler.UnitScheduler"
+    return all_of(
+        replaced(f"{scheduler}._zero_fill", make_fill),
+        replaced(f"{scheduler}._finish_backward", make),
+    )
 
 
 def _gathered_ahead(*, is_ordered: bool) -> Callable[[Rank], None]:

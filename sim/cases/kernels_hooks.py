@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from real.trace import OpKind, active_recorder
 from sim.cases import bodies_units as units
 from sim.cases.gathers import check_late_readers, check_ranges
 from sim.cases.worlds import Rank, at_node, replaced, run_ranks
@@ -69,16 +68,7 @@ def hook(
         return UnitScheduler(context, scheduled, fence_owner="finish_grad_sync")
 
     parameters = {n: p for unit in found.values() for n, p in unit.trainable_parameters.items()}
-    handle = install_hooks(root, plan, make, parameters)
-    for name, unit in found.items():
-        active_recorder().record(
-            OpKind.UNIT,
-            unit=name,
-            parameters=unit.num_parameters,
-            trainable=len(unit.trainable_parameters),
-            bytes=unit.full_bytes,
-        )
-    return handle.scheduler
+    return install_hooks(root, plan, make, parameters).scheduler
 
 
 # -- A2 ---------------------------------------------------------------------------------------

@@ -19,7 +19,6 @@ from sim.checks.errors import violations_of_error
 from sim.cuda import FakeDevice, use_device
 from sim.cuda.kernels import KernelRecorder
 from sim.megatron import megatron_on_fake_cuda, rank_state
-from sim.rank import name_storages
 from sim.world import World, WorldError, init_process_group
 
 if TYPE_CHECKING:
@@ -49,10 +48,16 @@ class Rank:
     _open: ExitStack
 
     def observe(self, root: nn.Module | None = None) -> None:
-        """Records kernels from here on, after naming the storages of the units under `root`."""
+        """Records kernels from here on, after saying what units a built model consists of."""
         if root is not None:
-            name_storages(self.device, root)
+            self.describe(root)
         self._open.enter_context(KernelRecorder(self.device))
+
+    def describe(self, model: nn.Module) -> None:
+        """Records what a model consists of: under the adapter, or the root unit alone."""
+        from real.mcore import watch_table
+
+        watch_table.describe(model, self.device.storage_id)
 
     def name(self, tensor: torch.Tensor, unit: str, kind: str = "full weight") -> None:
         """Names a tensor's storage as a buffer of a unit."""
@@ -134,11 +139,14 @@ def run_ranks(
             recorder.close()
             return result
 
+    from real.mcore.observe import recorded_nodes
+
     results: list[Any] = []
     error = None
     try:
         world = World(num_ranks, schedule_seed=schedule_seed, state=rank_state(), faults=faults)
-        results = world.run(on_rank)
+        with recorded_nodes():
+            results = world.run(on_rank)
     except WorldError as failure:
         error = failure
     traces = [
@@ -208,16 +216,15 @@ def train(
     """Trains a scenario under MFSDP v2 with everything recorded; results are `JobOutput`."""
     from real.mcore.jobs import FsdpJob, run_job
     from real.mcore.model import initialize_parallel
-    from real.mcore.observe import recorded_nodes
 
     def body(rank: Rank) -> JobOutput:
         initialize_parallel(scenario)
         job = FsdpJob(scenario)
         change(job)
-        rank.observe(job.model.module)
+        rank.observe(job.model)
         return run_job(job, scenario)
 
-    with defect(), recorded_nodes():
+    with defect():
         return run_ranks(scenario.world_size, body, scenario=scenario, faults=faults)
 
 

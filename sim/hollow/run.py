@@ -106,8 +106,6 @@ def run_for_shapes(
         stack.enter_context(recorded_nodes())
         begin, end = _named(scenario, options)
         stack.enter_context(internals.watched_backwards(begin, end))
-        if not (scenario.overlap_moe_expert_parallel_comm or scenario.fine_grained_hooks):
-            stack.enter_context(internals.watched_units(_record_unit, lambda *_: None))
         if options.marks_units:
             stack.enter_context(internals.watched_units(_begin, _end))
         counts = world.run(body)
@@ -118,7 +116,7 @@ def run_for_shapes(
 def _run_rank(
     scenario: Scenario, options: ShapesRun, rank: int, sink: Sink | None, progress: Progress
 ) -> int:
-    from real.mcore import internals
+    from real.mcore import internals, watch_table
     from real.mcore.model import initialize_parallel
     from sim.world import init_process_group
 
@@ -132,6 +130,8 @@ def _run_rank(
             stack.enter_context(HollowMode(options.routing, real_floats=options.real_floats))
         initialize_parallel(scenario)
         job = _make_job(scenario, options)
+        if not options.is_reference:
+            watch_table.describe(job.model, device.storage_id)
         begin, end = _named(scenario, options)
         stack.enter_context(internals.watched_layers(job.model.module, begin, end))
         stack.enter_context(internals.watched_finalize(job.model.config, _begin, _end))
@@ -180,18 +180,6 @@ def _begin(name: str, direction: str, unit: str | None = None) -> None:
 
 def _end(name: str, direction: str, unit: str | None = None) -> None:
     active_recorder().record(OpKind.NODE_END, name=name, direction=direction)
-
-
-def _record_unit(name: str, kind: str, unit: str) -> None:
-    """Records what MFSDP's own hooks do with a unit, as our scheduler records what it does."""
-    recorder, stream = active_recorder(), active_device().current_stream().stream_id
-    if name == "unshard":
-        recorder.record(OpKind.UNSHARD, unit=unit, stream=stream, gathered=kind == "gathered")
-    elif name == "reshard":
-        recorder.record(OpKind.RESHARD, unit=unit, stream=stream)
-    else:
-        is_last = kind == "last"
-        recorder.record(OpKind.REDUCE, unit=unit, stream=stream, last=is_last, zero_filled=0)
 
 
 def _make_job(scenario: Scenario, options: ShapesRun) -> Any:

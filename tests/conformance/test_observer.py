@@ -20,7 +20,6 @@ from real.config import Scenario, load_scenario
 from real.gpu.durations import DeviceTimes, HoldingSink
 from real.gpu.observe import observed, swap_table, wrapped
 from real.gpu.recorder import GpuRecorder
-from real.gpu.trace import name_storages
 from real.trace import MemorySink, OpKind, Recorder, Trace, recording, validate_record
 from real.trace.recorder import Record
 from sim.checks import check_traces
@@ -74,6 +73,7 @@ def record_by_wrappers(scenario: Scenario) -> list[Trace]:
         stack.enter_context(warnings.catch_warnings())
         quiet()
         stack.enter_context(megatron_on_fake_cuda())
+        from real.mcore import watch_table
         from real.mcore.jobs import FsdpJob, run_job
         from real.mcore.model import initialize_parallel
         from real.mcore.observe import recorded_nodes
@@ -87,7 +87,7 @@ def record_by_wrappers(scenario: Scenario) -> list[Trace]:
                 init_process_group(rank, scenario.world_size)
                 initialize_parallel(scenario)
                 job = FsdpJob(scenario)
-                name_storages(recorder, job.model.module)
+                watch_table.describe(job.model, recorder.storage_number)
                 run_job(job, scenario)
                 recorder.close()
 

@@ -61,6 +61,8 @@ class FakeUnit:
         self._log = log
 
     def unshard(self) -> None:
+        if self.unshard_event is not None:
+            return
         self._log.append(f"U+ {self._label}")
         self.unshard_event = FakeEvent(self._label)
 

@@ -51,6 +51,7 @@ def run_ranks() -> Callable[..., list[Any]]:
 
     def run(scenario: Scenario, body: Callable[[int, Records], Any]) -> list[Any]:
         from real.mcore.model import initialize_parallel
+        from real.mcore.observe import recorded_nodes
 
         def on_rank(rank: int) -> object:
             sink = MemorySink()
@@ -60,7 +61,8 @@ def run_ranks() -> Callable[..., list[Any]]:
                 initialize_parallel(scenario)
                 return body(rank, sink.records)
 
-        return World(scenario.world_size, state=rank_state()).run(on_rank)
+        with recorded_nodes():
+            return World(scenario.world_size, state=rank_state()).run(on_rank)
 
     return run
 

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
         unit_storages,
     )
     from real.mcore.internals.watch import (
+        unit_points,
         watched_backwards,
         watched_finalize,
         watched_layers,
@@ -77,6 +78,7 @@ __all__ = [
     "shard_optimizer",
     "tell_backward_nodes",
     "unit_of_sharded",
+    "unit_points",
     "unit_storages",
     "watched_backwards",
     "watched_finalize",
@@ -128,6 +130,7 @@ _MODULES: Final[dict[str, tuple[str, ...]]] = {
         "unit_storages",
     ),
     "watch": (
+        "unit_points",
         "watched_backwards",
         "watched_finalize",
         "watched_layers",

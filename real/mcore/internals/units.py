@@ -14,8 +14,6 @@ from megatron.core.distributed.fsdp.src.megatron_fsdp.experimental.module import
 )
 from torch import nn
 
-from real.trace import OpKind, active_recorder
-
 
 def is_fsdp_module(module: nn.Module) -> bool:
     """Tells MFSDP v2 units from other modules."""
@@ -67,18 +65,6 @@ class MfsdpUnit:
     def unshard(self) -> None:
         """Gathers on the all-gather stream; does nothing when gathered."""
         self.module._unshard_parameter_groups()
-        active_recorder().record(
-            OpKind.WEIGHT_VERSION,
-            unit=self.name,
-            version=sum(
-                tensor._version
-                for group in self.module._parameter_groups
-                for tensor in (
-                    group._unsharded_model_weight.local_buffer,
-                    *group.unsharded_parameters,
-                )
-            ),
-        )
 
     def reshard(self) -> None:
         """Installs the shards and releases the full storage on the all-gather stream."""
@@ -94,12 +80,6 @@ class MfsdpUnit:
         for group in self.module._parameter_groups:
             if group.requires_grad:
                 self._begin_window(group)
-        present: dict[bool, list[str]] = {True: [], False: []}
-        for name, parameter in self.trainable_parameters.items():
-            present[parameter.grad is not None].append(name)
-        active_recorder().record(
-            OpKind.GRADIENTS, unit=self.name, present=present[True], missing=present[False]
-        )
         self.module._reduce_gradient_groups()
 
     def _begin_window(self, group: Any) -> None:

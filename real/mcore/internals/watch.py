@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -11,11 +11,57 @@ from megatron.core.distributed.fsdp.src.megatron_fsdp.experimental.module import
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
+from real.watch import Point, UnitView, reduce_point, reshard_point, unshard_point
+
 Watcher = Callable[[str, str], None]
 """Called with the name of what begins or ends, and its direction."""
 
 UnitWatcher = Callable[[str, str, str], None]
 """Called with the name of what begins or ends, its kind, and the name of the unit."""
+
+
+def unit_points(num_zero_filled: Callable[[Any], int]) -> list[Point]:
+    """Returns MFSDP's own methods that work on a unit, to be recorded.
+
+    Args:
+        num_zero_filled: Returns how many gradients of a module's next reduction were filled with
+            zeros.
+    """
+    view = UnitView(
+        name=_name,
+        is_gathered=lambda module: module._unshard_event is not None,
+        is_last_microbatch=lambda module: bool(module.context.is_last_microbatch),
+        gradients=_gradients,
+        version=_version,
+        num_zero_filled=num_zero_filled,
+    )
+    return [
+        unshard_point(FsdpModule, "_unshard_parameter_groups", view),
+        reshard_point(FsdpModule, "_reshard_parameter_groups", view),
+        reduce_point(FsdpModule, "_reduce_gradient_groups", view),
+    ]
+
+
+def _name(module: Any) -> str:
+    return str(module.name or "")
+
+
+def _gradients(module: Any) -> Mapping[str, bool]:
+    prefix = f"{_name(module)}." if _name(module) else ""
+    return {
+        prefix + name: parameter.grad is not None
+        for group in module._parameter_groups
+        if group.requires_grad
+        for name, parameter in zip(group.parameter_names, group.unsharded_parameters, strict=True)
+    }
+
+
+def _version(module: Any) -> int:
+    return sum(
+        tensor._version
+        for group in module._parameter_groups
+        for tensor in (group._unsharded_model_weight.local_buffer, *group.unsharded_parameters)
+    )
 
 
 @contextmanager
