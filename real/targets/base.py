@@ -71,7 +71,7 @@ def _mfsdp1(variant: str) -> Target:
 def _native(variant: str) -> Target:
     from real.targets.native import Native
 
-    return Native(_no_variant("native", variant))
+    return Native(variant)
 
 
 DEFAULT: Final = "mfsdp2"
@@ -85,6 +85,8 @@ _TARGETS: Final[dict[str, Callable[[str], Target]]] = {
 
 def find_target(name: str) -> Target:
     """Returns a target by its name, as "mfsdp2" or, with a variant, "mfsdp1:optim_grads".
+
+    A variant of mfsdp1 is Megatron's sharding strategy; of native, flags of Megatron's config.
 
     Megatron must be importable; it is imported from wherever it is first on the path.
 

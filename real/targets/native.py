@@ -9,10 +9,12 @@ import torch
 from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.distributed.fsdp import mcore_fsdp_adapter
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_config import TransformerConfig
 
-from real.config import Scenario
+from real.config import Scenario, split_list
 from real.mcore.model import build_model, make_config, seed_all
 from real.mcore.training import run_step
+from real.targets.base import TargetError
 from real.targets.internals import native
 from real.targets.norms import clip, norm_of
 from real.targets.optimizers import megatron_optimizer, step
@@ -26,11 +28,26 @@ class Native:
     """MFSDP v2 in a tree's own wrapper, driven by the tree's own hooks.
 
     Args:
-        name: What `--target` calls it.
+        variant: Flags of Megatron's config that are on, as "ep_overlap_early_attn_memory_release",
+            with commas between them.
+
+    Raises:
+        TargetError: Megatron's config has no such flag.
     """
 
-    def __init__(self, name: str = "native") -> None:
-        self.name = name
+    def __init__(self, variant: str = "") -> None:
+        self._flags = split_list(variant)
+        for flag in self._flags:
+            if type(getattr(TransformerConfig, flag, None)) is not bool:
+                raise TargetError(
+                    "Expected as variant of target 'native' a flag of Megatron's TransformerConfig,"
+                    f" got {flag!r}."
+                )
+
+    @property
+    def name(self) -> str:
+        """What `--target` calls it."""
+        return ":".join(["native", *([",".join(self._flags)] if self._flags else [])])
 
     @property
     def title(self) -> str:
@@ -43,11 +60,13 @@ class Native:
 
     def build(self, scenario: Scenario) -> NativeJob:
         """Builds the model under the scenario's schedule."""
-        return NativeJob(scenario, is_overlapped=scenario.overlap_moe_expert_parallel_comm)
+        return NativeJob(
+            scenario, self._flags, is_overlapped=scenario.overlap_moe_expert_parallel_comm
+        )
 
     def reference(self, scenario: Scenario) -> NativeJob:
         """Builds the model under the plain schedule."""
-        return NativeJob(scenario, is_overlapped=False)
+        return NativeJob(scenario, (), is_overlapped=False)
 
     def points(self) -> Sequence[Point]:
         """Returns the methods to watch."""
@@ -66,12 +85,15 @@ class NativeJob:
 
     Args:
         scenario: The run.
+        flags: Flags of Megatron's config that are on.
         is_overlapped: Whether the combined schedule runs.
     """
 
-    def __init__(self, scenario: Scenario, *, is_overlapped: bool) -> None:
+    def __init__(self, scenario: Scenario, flags: Sequence[str], *, is_overlapped: bool) -> None:
         seed_all(scenario)
         config = make_config(scenario, is_overlapped=is_overlapped)
+        for flag in flags:
+            setattr(config, flag, True)
         groups = ProcessGroupCollection.use_mpu_process_groups()
         self._scenario = scenario
         self.model: Any = mcore_fsdp_adapter.FullyShardedDataParallel(
