@@ -48,11 +48,18 @@ class Hosted:
         A run of the installed release with our hooks says nothing: its trace is the same anywhere.
         """
         from real.mcore.versions import imported_version
+        from real.targets import find_target
 
         if self == RELEASE:
             return {}
         tree = {} if self.tree is None else {"tree": str(self.tree)}
-        return {"target": self.target, "megatron": imported_version(), **tree}
+        bounds = find_target(self.target).bounds()
+        return {
+            "target": self.target,
+            "megatron": imported_version(),
+            **tree,
+            **({"bounds": bounds} if bounds else {}),
+        }
 
 
 RELEASE: Final = Hosted()

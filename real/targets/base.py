@@ -42,6 +42,10 @@ class Target(Protocol):
         """Builds the same target under its plain schedule."""
         ...
 
+    def bounds(self) -> dict[str, int]:
+        """Returns what the target promises, as {"unsharded": 5} units at once; empty for nothing."""
+        ...
+
     def points(self) -> Sequence[Point]:
         """Returns the methods to watch, which serve every rank of the process."""
         ...

@@ -69,6 +69,10 @@ class Mfsdp1:
         """Builds the model under the plain schedule."""
         return Mfsdp1Job(scenario, self.strategy, is_overlapped=False)
 
+    def bounds(self) -> dict[str, int]:
+        """Returns nothing: how far MFSDP v1 gathers ahead is a number of elements."""
+        return {}
+
     def points(self) -> Sequence[Point]:
         """Returns the methods to watch."""
         return (*mfsdp1.points(), *job_points(Mfsdp1Job))
@@ -102,6 +106,8 @@ class Mfsdp1Job:
                 overlap_grad_reduce=True,
                 overlap_param_gather=True,
                 delay_wgrad_compute=config.delay_wgrad_compute,
+                # Else the optimizer's step ends with a gather of everything for the next one.
+                fsdp_all_gather_in_start_param_sync=False,
             ),
             build_model(config, scenario),
         )

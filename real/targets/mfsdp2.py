@@ -46,6 +46,10 @@ class Mfsdp2:
             )
         )
 
+    def bounds(self) -> dict[str, int]:
+        """Returns nothing: the bound follows from the scenario."""
+        return {}
+
     def points(self) -> Sequence[Point]:
         """Returns the methods to watch."""
         return watch_table.points()

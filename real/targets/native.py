@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
@@ -22,6 +22,9 @@ from real.targets.points import job_points
 from real.targets.records import StorageId, keep_storage_ids
 from real.watch.points import Point
 from real.watch.records import fence_point
+
+_MOST_UNSHARDED: Final = 5
+"""The root, a layer and its experts, and one unit ahead of the forward and of the backward."""
 
 
 class Native:
@@ -67,6 +70,10 @@ class Native:
     def reference(self, scenario: Scenario) -> NativeJob:
         """Builds the model under the plain schedule."""
         return NativeJob(scenario, (), is_overlapped=False)
+
+    def bounds(self) -> dict[str, int]:
+        """Returns how many units may be unsharded at once."""
+        return {"unsharded": _MOST_UNSHARDED}
 
     def points(self) -> Sequence[Point]:
         """Returns the methods to watch."""

@@ -164,8 +164,16 @@ Nanoseconds since the trace began. Only traces of a GPU run have them, and only 
 """
 
 OPTIONAL_OF: Final[dict[OpKind, dict[str, tuple[type, ...]]]] = {
-    # What was run: the target, the version of Megatron, and the folder of another tree.
-    OpKind.HEADER: {"target": _STR, "megatron": _STR, "tree": _STR},
+    # What ran: the target and the release and folder of its Megatron; what stands for the other
+    # ranks ("loopback" where one rank was run alone); and bounds that the target declares: the
+    # most units that are unsharded at once, as {"unsharded": 4}.
+    OpKind.HEADER: {
+        "target": _STR,
+        "megatron": _STR,
+        "tree": _OPT_STR,
+        "peers": _STR,
+        "bounds": (dict,),
+    },
     # Shapes of the tensors read and written, each with its dtype in front: ["bf16", 64, 32].
     # Whether autograd launched it, which costs the host less than Python does.
     OpKind.KERNEL: {"shapes": _LIST, "backward": _BOOL},

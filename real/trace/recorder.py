@@ -61,11 +61,15 @@ class Recorder:
         return self._sink is not None
 
     def header(
-        self, *, rank: int, world_size: int, scenario: dict[str, Any], **identity: object
+        self, *, rank: int, world_size: int, scenario: dict[str, Any], **more: object
     ) -> None:
         """Writes the first record. `scenario` must hold nothing that differs between equal runs.
 
-        `identity` is what was run: fields that `real.trace.record.OPTIONAL_OF` allows a header.
+        Args:
+            rank: This rank.
+            world_size: Of how many.
+            scenario: What is run.
+            **more: What else a header may say (`real.trace.record.OPTIONAL_OF`).
         """
         self.record(
             OpKind.HEADER,
@@ -73,7 +77,7 @@ class Recorder:
             rank=rank,
             world_size=world_size,
             scenario=scenario,
-            **identity,
+            **more,
         )
 
     def record(self, op: OpKind, **fields: object) -> int:

@@ -26,14 +26,14 @@ class Bucket(NamedTuple):
     """One parameter group of MFSDP v1: what is gathered and reduced at once.
 
     Attributes:
-        index: Number of the bucket.
+        number: MFSDP counts buckets from 0.
         unit: Name of the module that holds all its parameters; with the bucket's number where
             another bucket has that module too.
         names: Full names of its parameters, in the order of the bucket.
         group: MFSDP's own object.
     """
 
-    index: int
+    number: int
     unit: str
     names: list[str]
     group: Any
@@ -127,13 +127,13 @@ class _Place(NamedTuple):
     """One bucket in a pipeline: what a watched call works on."""
 
     pipeline: Any
-    index: int
+    number: int
     key: Any = None
 
     @property
     def bucket(self) -> Bucket:
         """The bucket."""
-        return _buckets_in(self.pipeline.buffer)[self.index]
+        return _buckets_in(self.pipeline.buffer)[self.number]
 
 
 _VIEW = UnitView(
@@ -188,7 +188,7 @@ def _rest(call: Call) -> None:
     """Buckets outside every layer keep their storage; from here on their weights are old."""
     pipeline = call.subject
     for bucket in _buckets_in(pipeline.buffer):
-        place = _Place(pipeline, bucket.index, pipeline.get_bucket_key(bucket.index, False))
+        place = _Place(pipeline, bucket.number, pipeline.get_bucket_key(bucket.number, False))
         if bucket.group.fsdp_unit_id is None and _VIEW.is_gathered(place):
             stream = torch.cuda.current_stream().stream_id
             active_recorder().record(OpKind.RESHARD, unit=bucket.unit, stream=stream)
