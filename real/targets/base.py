@@ -43,7 +43,7 @@ class Target(Protocol):
         ...
 
     def bounds(self) -> dict[str, int]:
-        """Returns what the target promises, as {"unsharded": 5} units at once; empty for nothing."""
+        """Returns what the target promises, as {"unsharded": 5} units at once; or nothing."""
         ...
 
     def points(self) -> Sequence[Point]:

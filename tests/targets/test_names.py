@@ -44,8 +44,10 @@ def test_the_release_with_our_hooks_says_nothing_of_itself() -> None:
         ("--target mfsdp3", "Expected a target among mfsdp2, mfsdp1, native; got 'mfsdp3'."),
         (
             "--target mfsdp1:optim",
-            "Expected a variant of target 'mfsdp1' among optim_grads_params, optim_grads; "
-            "got 'optim'.",
+            (
+                "Expected a variant of target 'mfsdp1' among optim_grads_params, optim_grads; "
+                "got 'optim'."
+            ),
         ),
         ("--target mfsdp2:fast", "Expected no variant of target 'mfsdp2', got 'fast'."),
     ],
@@ -63,7 +65,5 @@ def test_a_tree_that_fits_none_is_told_what_is_missing(run_target: Callable[...,
     run = run_target("--target", "native")
     assert run.status == 2
     assert run.err.count("\n") == 1
-    assert (
-        "without megatron.core.distributed.fsdp.mcore_fsdp_adapter.FullyShardedDataParallelV2"
-        in (run.err)
-    )
+    wanted = "megatron.core.distributed.fsdp.mcore_fsdp_adapter.FullyShardedDataParallelV2"
+    assert f"without {wanted}" in run.err
