@@ -12,12 +12,14 @@ MAX_LOSS_REL_ERROR: Final = 1e-4
 
 
 class Reference(StrEnum):
-    """The same model and data without FSDP."""
+    """The same model and data another way: the first two without FSDP."""
 
     DDP = "ddp"
     """Megatron's distributed data parallel, its plain schedule and torch's optimizer."""
     DISTOPT = "distopt"
     """Megatron's distributed optimizer, under the scenario's schedule."""
+    PLAIN = "plain"
+    """The same target, with FSDP, under its plain schedule."""
 
 
 class LossBars(NamedTuple):
@@ -33,6 +35,7 @@ class LossBars(NamedTuple):
 LOSS_BARS: Final = {
     Reference.DDP: LossBars(step=MAX_LOSS_REL_ERROR, final=MAX_LOSS_REL_ERROR),
     Reference.DISTOPT: LossBars(step=1e-3, final=2e-5),
+    Reference.PLAIN: LossBars(step=MAX_LOSS_REL_ERROR, final=MAX_LOSS_REL_ERROR),
 }
 
 

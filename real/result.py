@@ -49,6 +49,7 @@ class RunResult:
         violations: What the checks found in the trace, as text for a reader.
         reference: What it was compared with.
         reach: Which rules the trace could show, or None where it was not judged.
+        target: What was run, for a headline.
     """
 
     ranks: int
@@ -64,6 +65,7 @@ class RunResult:
     violations: tuple[str, ...] = ()
     reference: Reference = Reference.DDP
     reach: Reach | None = None
+    target: str = "MFSDP v2"
 
     @property
     def loss_rel_errors(self) -> list[float]:
@@ -194,6 +196,13 @@ def as_json(result: RunResult) -> dict[str, Any]:
     }
 
 
+_COLUMNS: Final = {
+    Reference.DDP: "no FSDP",
+    Reference.DISTOPT: "distopt",
+    Reference.PLAIN: "plain",
+}
+
+
 def format_table(scenario: Scenario, result: RunResult) -> str:
     """Returns the comparison for a reader."""
     schedule = "combined 1F1B" if scenario.overlap_moe_expert_parallel_comm else "plain schedule"
@@ -202,9 +211,9 @@ def format_table(scenario: Scenario, result: RunResult) -> str:
         f"{scenario.expert_data_parallel_size}, {scenario.num_layers} layers, "
         f"{scenario.num_microbatches} microbatches"
     )
-    column = "distopt" if result.reference is Reference.DISTOPT else "no FSDP"
+    column = _COLUMNS[result.reference]
     lines = [
-        f"MFSDP v2 under {schedule}: {sizes}",
+        f"{result.target} under {schedule}: {sizes}",
         f"{'step':>4}  {'loss':>12}  {column:>12}  {'difference':>10}",
     ]
     for step, (loss, expected) in enumerate(

@@ -23,7 +23,7 @@ def add(commands: Any) -> None:
     parity.add_argument(
         "--reference",
         type=Reference,
-        choices=list(Reference),
+        choices=[Reference.DDP, Reference.DISTOPT],
         default=Reference.DISTOPT,
         help="compare with Megatron's distributed optimizer under the scenario's schedule "
         "(distopt, default) or with its distributed data parallel under its plain schedule (ddp)",

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 
-from real.mcore import watch_table
 from real.mcore.internals import NodeCall, observed_nodes
 from real.trace import OpKind, active_recorder
-from real.watch import watched
+from real.watch import Point, watched
 
 
 @contextmanager
-def recorded_nodes() -> Iterator[None]:
-    """Records every schedule node of the process, and what this tree's table watches, for a block.
+def recorded_nodes(points: Sequence[Point] | None = None) -> Iterator[None]:
+    """Records every schedule node of the process, and what a table watches, for a block.
 
-    What a built model is made of is recorded by `watch_table.describe`.
+    What a built model is made of is recorded by its target.
+
+    Args:
+        points: What to watch; None for the table of our hooks.
     """
-    with watched(watch_table.points()), observed_nodes(_begin, _end):
+    if points is None:
+        from real.mcore import watch_table
+
+        points = watch_table.points()
+    with watched(points), observed_nodes(_begin, _end):
         yield
 
 

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.distributed.fsdp.src.megatron_fsdp.experimental import (
-    Flat,
-    Partial,
-    Placements,
-    Replicate,
-    fully_shard,
-)
 from megatron.core.distributed.fsdp.src.megatron_fsdp.mixed_precision import MixedPrecisionPolicy
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+
+if TYPE_CHECKING:
+    from megatron.core.distributed.fsdp.src.megatron_fsdp.experimental import Placements
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,11 +122,21 @@ def _transformer_layers(model: Any) -> Iterator[tuple[str, nn.Module]]:
 def _shard(
     module: nn.Module, mesh: DeviceMesh, is_outer_sharded: bool, policy: MixedPrecisionPolicy
 ) -> None:
+    # Imported late: trees of other kinds have other names, and are trained without this function.
+    from megatron.core.distributed.fsdp.src.megatron_fsdp.experimental import fully_shard
+
     fully_shard(module, mesh, placements_of(mesh, is_outer_sharded), mixed_precision_policy=policy)
 
 
 def placements_of(mesh: DeviceMesh, is_outer_sharded: bool) -> Placements:
     """Returns how parameters, gradients and optimizer state lie on a mesh of one or two axes."""
+    from megatron.core.distributed.fsdp.src.megatron_fsdp.experimental import (
+        Flat,
+        Partial,
+        Placements,
+        Replicate,
+    )
+
     axes = list(mesh.mesh_dim_names or ())
     if mesh.ndim == 1:
         flat = [Flat()]

@@ -27,6 +27,8 @@ from sim.commands.common import (
     progress_line,
 )
 from sim.faults import needs_kernels
+from sim.hosting import add_hosting_flags, refuse_unfit, subject_of
+from sim.session.subject import MFSDP2
 
 
 def add(commands: Any) -> None:
@@ -46,8 +48,10 @@ def add(commands: Any) -> None:
         choices=list(Reference),
         default=Reference.DDP,
         help="compare with Megatron's distributed data parallel under its plain schedule (ddp, "
-        "default) or with its distributed optimizer under the scenario's schedule (distopt)",
+        "default), with its distributed optimizer under the scenario's schedule (distopt), or with "
+        "the same target under its plain schedule (plain)",
     )
+    add_hosting_flags(run)
     run.add_argument("--world", choices=("inprocess", "gloo"), default="inprocess")
     run.add_argument("--out", type=Path, help="folder of the trace (default: runs/SCENARIO)")
     run.add_argument(
@@ -102,6 +106,9 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
         if arguments.world == "gloo" or arguments.shapes_only:
             return fail("Expected --reference ddp with --world gloo and --shapes-only.")
         check_reference(scenario, arguments.reference)
+    subject = subject_of(arguments)
+    if subject is not MFSDP2 and (arguments.world == "gloo" or arguments.shapes_only):
+        return fail("Expected --target mfsdp2 of the release with --world gloo and --shapes-only.")
     out = arguments.out or Path("runs") / arguments.scenario.stem
     replay = f"python -m sim {shlex.join(argv)}"
     try:
@@ -112,12 +119,9 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     from sim.quiet import quiet
 
     quiet()
-    from real.mcore.versions import UnsupportedVersion, check_megatron_version
-
-    try:
-        check_megatron_version()
-    except UnsupportedVersion as error:
-        return fail(str(error))
+    refusal = refuse_unfit(subject)
+    if refusal is not None:
+        return fail(refusal)
     from sim.session.options import RunOptions
     from sim.session.run import run_in_process
     from sim.session.sinks import open_sinks
@@ -141,6 +145,7 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
             result = run_in_process(
                 scenario,
                 RunOptions(
+                    subject=subject,
                     reference=arguments.reference,
                     schedule_seed=arguments.schedule_seed,
                     faults=faults,

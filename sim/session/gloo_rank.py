@@ -158,12 +158,12 @@ def _run(orders: dict[str, Any], reports: _Reports) -> dict[str, Any]:
         file = None if folder is None else JsonlSink(trace_path(Path(folder), rank))
         sink = _Counting(file)
         plan = RankPlan(
-            subject=find_subject(orders["subject"]),
+            subject=find_subject(orders["subject"], tree),
             kernel_steps=orders["kernel_steps"],
             records_shapes=orders["records_shapes"],
         )
         losses = train(plan, sink)
-        reference = reference_subject(Reference(orders["reference"]))
+        reference = reference_subject(Reference(orders["reference"]), plan.subject)
         references = train(RankPlan(subject=reference), _Counting(None))
     board.post("finished", is_waiting=True)
     return {

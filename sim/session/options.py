@@ -26,7 +26,6 @@ class RunOptions:
     Attributes:
         subject: What is trained and watched.
         reference: What it is compared with.
-        tree: The Megatron tree to run, put before all others; None for the installed one.
         schedule_seed: Chooses the order in which ranks take turns.
         faults: Disturbances of the scenario; stalls need kernels.
         kernel_steps: Steps in which kernels are recorded with the storages that they read and
@@ -38,13 +37,17 @@ class RunOptions:
 
     subject: Subject = MFSDP2
     reference: Reference = Reference.DDP
-    tree: Path | None = None
     schedule_seed: int = 0
     faults: Sequence[Fault] = ()
     kernel_steps: Collection[int] | None = ()
     records_shapes: bool = False
     require: Sequence[str] = ()
     replay: str = ""
+
+    @property
+    def tree(self) -> Path | None:
+        """The Megatron tree to run, put before all others; None for the installed one."""
+        return self.subject.tree
 
     def recorded_steps(self, scenario: Scenario) -> Collection[int]:
         """Returns the steps of a scenario in which kernels are recorded."""

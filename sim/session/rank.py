@@ -74,7 +74,7 @@ def run_rank(
     from real.mcore.model import initialize_parallel
 
     subject = plan.subject
-    recorder = begin_trace(sink, rank, scenario.world_size, scenario)
+    recorder = begin_trace(sink, rank, scenario.world_size, scenario, **subject.identity())
     with rank_scope(rank, scenario.world_size, recorder) as device:
         adapted = subject.adapt(scenario)
         initialize_parallel(adapted)

@@ -61,6 +61,7 @@ def run_in_process(
         if references is None and can_fork():
             aside = Aside(lambda: run_reference(scenario, options, progress=progress))
             stack.callback(aside.stop)
+        title = options.subject.title()
         outputs = _train(scenario, options, kept, progress)
         traces = traces_of(kept)
         verdict = judge_traces(
@@ -84,7 +85,10 @@ def run_in_process(
         violations = [*verdict.violations, *check_stalled(traces, options.faults)]
         violations += check_numerics(outputs, references, units=declared_units(traces[0]))
     return dataclasses.replace(
-        result, violations=tuple(str(v) for v in violations), reach=verdict.reach
+        result,
+        target=title,
+        violations=tuple(str(v) for v in violations),
+        reach=verdict.reach,
     )
 
 
@@ -124,7 +128,7 @@ def run_reference(
         return train(
             make_world(scenario.world_size, WorldOptions(schedule_seed=options.schedule_seed)),
             scenario,
-            RankPlan(subject=reference_subject(options.reference)),
+            RankPlan(subject=reference_subject(options.reference, options.subject)),
             sinks=[None] * scenario.world_size,
             progress=progress,
         )

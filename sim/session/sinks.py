@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from real.config import Scenario, ScenarioError
 from real.trace import JsonlSink, Recorder, Sink, Trace, trace_of, trace_path
@@ -80,7 +80,7 @@ def traces_of(sinks: Iterable[_Kept], *, why_incomplete: str | None = None) -> l
 
 
 def begin_trace(
-    sink: Sink | None, rank: int, world_size: int, scenario: Scenario | None
+    sink: Sink | None, rank: int, world_size: int, scenario: Scenario | None, **more: Any
 ) -> Recorder:
     """Returns a rank's recorder, its header written.
 
@@ -89,11 +89,13 @@ def begin_trace(
         rank: The rank.
         world_size: Number of ranks.
         scenario: What the header says is run, or None for what is no scenario.
+        **more: What else a header may say (`real.trace.record.OPTIONAL_OF`).
     """
     recorder = Recorder(sink)
     recorder.header(
         rank=rank,
         world_size=world_size,
         scenario={} if scenario is None else scenario.as_dict(),
+        **more,
     )
     return recorder

@@ -36,7 +36,7 @@ def record_alone(
     scenarios: Mapping[Path, Scenario], seat: Seat, monkeypatch: pytest.MonkeyPatch
 ) -> dict[Path, TraceResult]:
     """Runs what `real trace` runs, on a fake device that itself records nothing."""
-    from sim.megatron import megatron_on_fake_cuda, rank_state
+    from sim.session.megatron import megatron_on_fake_cuda, rank_state
     from sim.quiet import quiet
 
     results: dict[Path, TraceResult] = {}
@@ -140,7 +140,7 @@ def bench_alone(
     """Runs what `real bench` runs, on a fake device of small memory."""
     import torch
 
-    from sim.megatron import megatron_on_fake_cuda, rank_state
+    from sim.session.megatron import megatron_on_fake_cuda, rank_state
     from sim.quiet import quiet
 
     found: dict[str, dict[str, Any]] = {}

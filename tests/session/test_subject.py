@@ -13,7 +13,7 @@ def test_a_subject_is_found_by_name() -> None:
     assert find_subject("mfsdp2") is MFSDP2
     with pytest.raises(ScenarioError) as caught:
         find_subject("mfsdp3")
-    assert str(caught.value) == "Expected a target among mfsdp2; got 'mfsdp3'."
+    assert str(caught.value) == "Expected a target among mfsdp2, mfsdp1, native; got 'mfsdp3'."
 
 
 def test_a_reference_knows_no_hybrid_mesh() -> None:
