@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     import torch
 
-    from real.mcore.jobs import JobOutput, StepOutput
+    from real.output import JobOutput, StepOutput
 
 
 WEIGHT_ATOL: Final = 5e-3

@@ -23,7 +23,7 @@ from real.reach import Reach
 from real.reference import LOSS_BARS, Reference
 
 if TYPE_CHECKING:
-    from real.mcore.jobs import JobOutput
+    from real.output import JobOutput
 
 MAX_GRAD_REL_ERROR: Final = 1e-2
 """bf16 gradients, relative to the largest value of their tensor."""

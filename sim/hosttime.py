@@ -57,12 +57,12 @@ def host_costs(trace: Trace) -> list[HostCost]:
 
 
 def _last_step(trace: Trace) -> list[Record]:
-    first = last = None
+    begun = first = last = None
     for index, record in enumerate(trace.records):
         if record["op"] == OpKind.STEP and record["event"] == "begin":
             begun = index
-        elif record["op"] == OpKind.STEP and record["event"] == "end":
-            first, last = begun, index
+        elif record["op"] == OpKind.STEP and begun is not None:
+            first, last, begun = begun, index, None
     if first is None or last is None:
         raise TraceError(f"rank {trace.rank}: expected a complete step, got none.")
     records = trace.records[first : last + 1]

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from real.config import Scenario
+from sim.swap import owner_of, swapped
 
 _SMALL: Final = {"num_layers": 2, "num_microbatches": 3, "train_iters": 2}
 _TE: Final = {**_SMALL, "transformer_impl": "transformer_engine"}
@@ -314,23 +315,15 @@ class Verdict:
 @contextmanager
 def applied(mutant: Mutant) -> Iterator[None]:
     """Puts a mutant in place for the length of the block."""
-    import pkgutil
-
-    owner_name, _, attribute = mutant.target.rpartition(".")
-    owner = pkgutil.resolve_name(owner_name)
-    original = getattr(owner, attribute)
-    setattr(owner, attribute, mutant.replacement(original))
-    try:
+    with swapped(*owner_of(mutant.target), mutant.replacement):
         yield
-    finally:
-        setattr(owner, attribute, original)
 
 
 def run_mutants(
     mutants: Sequence[Mutant] = MUTANTS, *, progress: Callable[[str], None] = lambda _: None
 ) -> list[Verdict]:
     """Runs every mutant until a scenario notices it."""
-    from sim.megatron import megatron_on_fake_cuda
+    from sim.session.megatron import megatron_on_fake_cuda
 
     verdicts = []
     with ExitStack() as stack:
@@ -357,7 +350,8 @@ def _judge(mutant: Mutant, references: dict[str, Any]) -> Verdict:
 
 def _notice(mutant: Mutant, scenario: str, references: dict[str, Any]) -> str | None:
     """Returns the first line of what noticed the mutant, or None."""
-    from sim.runner import run_in_process, run_reference
+    from sim.session.options import RunOptions
+    from sim.session.run import run_in_process, run_reference
     from sim.world import WorldError
 
     keys = Scenario(**SCENARIOS[scenario])
@@ -365,7 +359,8 @@ def _notice(mutant: Mutant, scenario: str, references: dict[str, Any]) -> str | 
         references[scenario] = run_reference(keys)
     try:
         with applied(mutant):
-            result = run_in_process(keys, records_kernels=True, references=references[scenario])
+            options = RunOptions(kernel_steps=None)
+            result = run_in_process(keys, options, references=references[scenario])
     except WorldError as error:
         return error.problem.splitlines()[0]
     problems = result.problems()

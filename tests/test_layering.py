@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -220,3 +221,117 @@ def test_the_search_for_private_names_finds_them(
     path = tmp_path / "code.py"
     path.write_text(code)
     assert [name for _, name in foreign_private_names(path)] == found
+
+
+# -- packages ---------------------------------------------------------------------------------
+
+
+def package_of(name: str) -> str:
+    """Returns the package, or the module beside packages, that a name of `sim` or `real` is in."""
+    return ".".join(name.split(".")[:2])
+
+
+def arrows(paths: list[Path], root: Path = ROOT) -> dict[str, dict[str, str]]:
+    """Returns, for each package, the packages that it imports, each with one import that does."""
+    found: dict[str, dict[str, str]] = {}
+    for path in paths:
+        parts = path.relative_to(root).with_suffix("").parts
+        mine = package_of(".".join(parts))
+        for name in imports(path):
+            other = package_of(name)
+            if within(name, "sim", "real") and other not in (mine, "sim", "real"):
+                found.setdefault(mine, {}).setdefault(other, f"{'/'.join(parts)}.py: {name}")
+    return found
+
+
+def circle(graph: dict[str, dict[str, str]]) -> list[str]:
+    """Returns the imports of one circle of packages, or nothing."""
+    done: set[str] = set()
+
+    def follow(package: str, way: list[str]) -> list[str]:
+        if package in way:
+            steps = [*way[way.index(package) :], package]
+            return [graph[a][b] for a, b in pairwise(steps)]
+        if package not in done:
+            for other in graph.get(package, {}):
+                found = follow(other, [*way, package])
+                if found:
+                    return found
+            done.add(package)
+        return []
+
+    return next((found for package in graph if (found := follow(package, []))), [])
+
+
+def test_no_packages_import_each_other_in_a_circle() -> None:
+    """Imports in functions count, and those for types: they say who has to know whom."""
+    graph = arrows(sources("sim", "real"))
+    assert {"sim.world", "sim.session", "sim.checks"} <= graph["sim.fuzz"].keys()
+    assert circle(graph) == []
+
+
+@pytest.mark.parametrize(
+    ("files", "found"),
+    [
+        (
+            {"sim/a.py": "import sim.b.c", "sim/b/c.py": "def f():\n    from sim.a import x"},
+            ["sim/a.py: sim.b.c", "sim/b/c.py: sim.a.x"],
+        ),
+        (
+            {
+                "sim/a/x.py": "from sim.b import y",
+                "sim/b/__init__.py": "from real.c import z",
+                "real/c.py": "import sim.a.x",
+            },
+            ["sim/a/x.py: sim.b.y", "sim/b/__init__.py: real.c.z", "real/c.py: sim.a.x"],
+        ),
+        ({"sim/a/x.py": "import sim.a.y, sim.b", "sim/a/y.py": "import sim.a.x, torch"}, []),
+        ({"sim/a.py": "import sim.b, sim.c", "sim/b.py": "import sim.c", "sim/c.py": ""}, []),
+    ],
+)
+def test_the_search_for_circles_finds_them(
+    tmp_path: Path, files: dict[str, str], found: list[str]
+) -> None:
+    """A search that finds nothing proves nothing."""
+    for name, code in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(code)
+    assert circle(arrows([tmp_path / name for name in files], tmp_path)) == found
+
+
+def calls(path: Path, name: str) -> int:
+    """Counts the calls of a name in a file, also where it is an attribute."""
+    return sum(
+        isinstance(node, ast.Call)
+        and (
+            (isinstance(node.func, ast.Name) and node.func.id == name)
+            or (isinstance(node.func, ast.Attribute) and node.func.attr == name)
+        )
+        for node in ast.walk(ast.parse(path.read_text()))
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [("World", "sim/session/world.py"), ("Trace", "real/trace/jsonl.py")],
+)
+def test_what_all_runs_share_is_made_in_one_place(name: str, module: str) -> None:
+    """Whoever makes one by hand has to know again what belongs to it."""
+    made = {relative(path): calls(path, name) for path in sources("sim", "real")}
+    assert {path: count for path, count in made.items() if count} == {module: 1}
+
+
+@pytest.mark.parametrize(
+    ("code", "found"),
+    [
+        ("World(2)", 1),
+        ("world.World(2).run(World(3))", 2),
+        ("class World: ...\nWorld\nmake_world(2)\nx: World = MyWorld()", 0),
+    ],
+)
+def test_the_search_for_calls_finds_them(tmp_path: Path, code: str, found: int) -> None:
+    """A search that finds nothing proves nothing."""
+    path = tmp_path / "code.py"
+    path.write_text(code)
+    assert calls(path, "World") == found

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -26,6 +25,7 @@ from real.mcore.model import build_model, make_config, seed_all
 from real.mcore.schedule import wrap_model
 from real.mcore.shard import make_meshes
 from real.mcore.training import make_optimizer, run_step
+from real.output import JobOutput, StepOutput
 from real.trace import OpKind, active_recorder
 
 
@@ -223,34 +223,6 @@ class ReferenceJob:
         with torch.no_grad():
             for name, main_weight in self._main_weights.items():
                 self._weights[name].copy_(main_weight)
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepOutput:
-    """What one rank has after forward and backward of one step.
-
-    Attributes:
-        loss: Mean over microbatches and data-parallel ranks.
-        grad_norm: Norm over all parameters of all ranks.
-        gradients: Reduced gradients of this rank's parameters, full size, float32, unclipped.
-    """
-
-    loss: float
-    grad_norm: float
-    gradients: dict[str, torch.Tensor]
-
-
-@dataclass(frozen=True, kw_only=True)
-class JobOutput:
-    """What one rank has at the end of a job.
-
-    Attributes:
-        steps: One entry a step.
-        weights: Main weights of this rank's parameters after the last step, full size, float32.
-    """
-
-    steps: list[StepOutput]
-    weights: dict[str, torch.Tensor]
 
 
 def run_job(

@@ -103,6 +103,27 @@ class Trace:
         return [record for record in self.records if record["op"] not in _BULK]
 
 
+def trace_of(records: Sequence[Record], *, why_incomplete: str | None = None) -> Trace:
+    """Returns what a header and the records after it say of one rank.
+
+    Args:
+        records: The header, then all others in host order.
+        why_incomplete: What shows that the run was cut short, empty where it was not; None asks the
+            last record.
+    """
+    header, *others = records
+    why = _why_incomplete(others) if why_incomplete is None else why_incomplete
+    return Trace(
+        rank=header["rank"],
+        world_size=header["world_size"],
+        scenario=header["scenario"],
+        records=others,
+        is_complete=not why,
+        why_incomplete=why,
+        header={name: header[name] for name in OPTIONAL_OF[OpKind.HEADER] if name in header},
+    )
+
+
 def read_trace(path: Path) -> Trace:
     """Reads and validates one rank's file.
 
@@ -129,27 +150,7 @@ def read_trace(path: Path) -> Trace:
     rank, world_size = records[0]["rank"], records[0]["world_size"]
     if rank >= world_size:
         raise TraceError(f"{path}:1: expected a rank below {world_size}, got {rank}.")
-    return trace_of(records, was_cut=was_cut)
-
-
-def trace_of(records: list[Record], *, was_cut: bool = False) -> Trace:
-    """Returns the trace of one rank's records, of which the first one is the header.
-
-    Args:
-        records: In host order.
-        was_cut: Whether something came after them that was lost.
-    """
-    header, records = records[0], records[1:]
-    why = "half a line at the end" if was_cut else _why_incomplete(records)
-    return Trace(
-        rank=header["rank"],
-        world_size=header["world_size"],
-        scenario=header["scenario"],
-        records=records,
-        is_complete=not why,
-        why_incomplete=why,
-        header={name: header[name] for name in OPTIONAL_OF[OpKind.HEADER] if name in header},
-    )
+    return trace_of(records, why_incomplete="half a line at the end" if was_cut else None)
 
 
 def _why_incomplete(records: list[Record]) -> str:

@@ -49,9 +49,10 @@ def race_figures() -> list[Figure]:
 
 
 def _trace_with_kernels() -> Trace:
-    from sim.runner import record_traces
+    from sim.session.options import RunOptions
+    from sim.session.run import record_traces
 
-    return record_traces(_SCENARIO)[0]
+    return record_traces(_SCENARIO, RunOptions(kernel_steps=None))[0]
 
 
 def _drive_sanitizer(records: Sequence[Record]) -> int:

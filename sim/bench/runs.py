@@ -23,7 +23,9 @@ def checking_figures() -> list[Figure]:
     Both write their trace. With checks the kernels of one step are recorded, as `sim run` does.
     """
     from sim.checks import check_traces
-    from sim.runner import open_sinks, record_traces
+    from sim.session.options import RunOptions
+    from sim.session.run import record_traces
+    from sim.session.sinks import open_sinks
 
     scenario = load_scenario(DEFAULT_SCENARIO)
     seconds: dict[bool, list[float]] = {False: [], True: []}
@@ -33,7 +35,7 @@ def checking_figures() -> list[Figure]:
                 started = time.process_time()
                 traces = record_traces(
                     scenario,
-                    kernel_steps=[1] if is_checked else [],
+                    RunOptions(kernel_steps=[1] if is_checked else []),
                     sinks=open_sinks(Path(folder), scenario.world_size),
                 )
                 if is_checked:
@@ -77,13 +79,15 @@ def world_figures() -> list[Figure]:
 
 def trace_figures() -> list[Figure]:
     """Counts the bytes of the default scenario's trace."""
-    from sim.runner import open_sinks, record_traces
+    from sim.session.options import RunOptions
+    from sim.session.run import record_traces
+    from sim.session.sinks import open_sinks
 
     scenario = load_scenario(DEFAULT_SCENARIO).changed(train_iters=2)
     with TemporaryDirectory() as folder:
         out = Path(folder)
         sinks = open_sinks(out, scenario.world_size)
-        traces = record_traces(scenario, kernel_steps=[1], sinks=sinks)
+        traces = record_traces(scenario, RunOptions(kernel_steps=[1]), sinks=sinks)
         num_records = sum(1 + len(trace.records) for trace in traces)
         num_bytes = sum(path.stat().st_size for path in out.iterdir())
     return [

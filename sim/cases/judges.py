@@ -27,7 +27,7 @@ from sim.checks.base import unit_label
 from sim.world import MismatchError
 
 if TYPE_CHECKING:
-    from real.mcore.jobs import JobOutput
+    from real.output import JobOutput
 
 
 def both_sides(outcome: Outcome) -> list[Violation]:

@@ -14,7 +14,7 @@ from sim.checks import Violation
 from sim.checks.base import unit_label
 
 if TYPE_CHECKING:
-    from real.mcore.jobs import JobOutput
+    from real.output import JobOutput
 
 SCALE_TOLERANCE: Final = 2e-2
 """How closely all of a gradient must follow one factor to be called wrongly scaled."""

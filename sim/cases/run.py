@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
-from sim.aside import Aside, can_fork
 from sim.cases.base import Case, Verdict, judge
+from sim.session.aside import Aside, can_fork
 
 
 def run_cases(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -13,16 +12,21 @@ import torch
 from torch import nn
 
 from real.config import Scenario
-from real.trace import MemorySink, OpKind, Recorder, Trace, active_recorder, recording
+from real.trace import MemorySink, OpKind, Trace, active_recorder
 from sim.checks import Check, Violation, check_numerics, check_traces, declared_units
 from sim.checks.errors import violations_of_error
-from sim.cuda import FakeDevice, use_device
+from sim.cuda import FakeDevice
 from sim.cuda.kernels import KernelRecorder
-from sim.megatron import megatron_on_fake_cuda, rank_state
-from sim.world import World, WorldError, init_process_group
+from sim.session.megatron import frozen_imports, megatron_on_fake_cuda
+from sim.session.rank import rank_scope
+from sim.session.sinks import begin_trace, traces_of
+from sim.session.world import WorldOptions, make_world
+from sim.swap import owner_of, swapped
+from sim.world import WorldError
 
 if TYPE_CHECKING:
-    from real.mcore.jobs import FsdpJob, JobOutput
+    from real.mcore.jobs import FsdpJob
+    from real.output import JobOutput
     from sim.faults import Fault
 
 Defect = Callable[[], AbstractContextManager[Any]]
@@ -122,43 +126,28 @@ def run_ranks(
         schedule_seed: Chooses the order in which ranks take turns.
     """
     sinks = [MemorySink() for _ in range(num_ranks)]
+    # Here and not by each rank: one that never starts has a trace too.
+    recorders = [
+        begin_trace(sink, number, num_ranks, scenario) for number, sink in enumerate(sinks)
+    ]
 
     def on_rank(number: int) -> Any:
-        recorder = Recorder(sinks[number])
-        recorder.header(
-            rank=number,
-            world_size=num_ranks,
-            scenario={} if scenario is None else scenario.as_dict(),
-        )
         with ExitStack() as stack:
-            device = stack.enter_context(use_device(FakeDevice(number, recorder)))
-            stack.enter_context(recording(recorder))
-            init_process_group(number, num_ranks)
-            rank = Rank(number=number, device=device, records=sinks[number].records, _open=stack)
-            result = body(rank)
-            recorder.close()
-            return result
+            device = stack.enter_context(rank_scope(number, num_ranks, recorders[number]))
+            records = sinks[number].records
+            return body(Rank(number=number, device=device, records=records, _open=stack))
 
     from real.mcore.observe import recorded_nodes
 
     results: list[Any] = []
     error = None
     try:
-        world = World(num_ranks, schedule_seed=schedule_seed, state=rank_state(), faults=faults)
+        options = WorldOptions(schedule_seed=schedule_seed, faults=faults)
         with recorded_nodes():
-            results = world.run(on_rank)
+            results = make_world(num_ranks, options).run(on_rank)
     except WorldError as failure:
         error = failure
-    traces = [
-        Trace(
-            rank=number,
-            world_size=num_ranks,
-            scenario={} if scenario is None else scenario.as_dict(),
-            records=sink.records[1:],
-            is_complete=error is None,
-        )
-        for number, sink in enumerate(sinks)
-    ]
+    traces = traces_of(sinks, why_incomplete="" if error is None else "an error ended the run")
     return Outcome(traces=traces, results=results, error=error)
 
 
@@ -201,7 +190,7 @@ def clean(scenario: Scenario) -> tuple[Violation, ...]:
 @functools.cache
 def reference(scenario: Scenario) -> list[JobOutput]:
     """Runs the reference of a scenario, once a process."""
-    from sim.runner import run_reference
+    from sim.session.run import run_reference
 
     return run_reference(scenario)
 
@@ -231,16 +220,8 @@ def train(
 @contextmanager
 def replaced(target: str, make: Callable[[Any], Any]) -> Iterator[None]:
     """Puts `make(what stands there)` in place of a dotted name for the length of the block."""
-    import pkgutil
-
-    owner_name, _, attribute = target.rpartition(".")
-    owner = pkgutil.resolve_name(owner_name)
-    original = vars(owner)[attribute] if isinstance(owner, type) else getattr(owner, attribute)
-    setattr(owner, attribute, make(original))
-    try:
+    with swapped(*owner_of(target), make):
         yield
-    finally:
-        setattr(owner, attribute, original)
 
 
 @contextmanager
@@ -255,12 +236,8 @@ def all_of(*managers: AbstractContextManager[Any]) -> Iterator[None]:
 @contextmanager
 def bench() -> Iterator[None]:
     """Everything that cases need, for the length of the block: Megatron on fake CUDA."""
-    with megatron_on_fake_cuda():
-        gc.freeze()  # what is imported stays: no use in looking through it again and again
-        try:
-            yield
-        finally:
-            gc.unfreeze()
+    with megatron_on_fake_cuda(), frozen_imports():
+        yield
 
 
 @contextmanager

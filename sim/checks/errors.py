@@ -16,12 +16,14 @@ from real.trace import OpKind, Trace
 from real.trace.read import Place, named_storages, walk
 from real.trace.recorder import Record
 from sim.checks.base import Violation, unit_label
+from sim.world import ErrorKind
 
 
 class RunError(Protocol):
     """How a world of ranks says that a run failed."""
 
     problem: str
+    kind: ErrorKind
     rank: int | None
     standing: list[str]
     __cause__: BaseException | None
@@ -56,11 +58,11 @@ def violations_of_error(error: RunError, traces: Sequence[Trace]) -> list[Violat
     """
     cause = error.__cause__
     if error.rank is None:
-        return _deadlock(error, traces) if "Deadlock" in error.problem else []
+        return _deadlock(error, traces) if error.kind is ErrorKind.DEADLOCK else []
     trace = traces[error.rank]
     rule: str | None = getattr(cause, "rule", None)
     unit: str | None = getattr(cause, "unit", None)
-    if rule is None and type(cause).__name__ == "MismatchError":
+    if rule is None and error.kind is ErrorKind.MISMATCH:
         rule, unit = "I11", _last_collective_unit(trace)
     if rule is None:
         rule = next((r for pattern, r in _RULES if re.search(pattern, error.problem)), None)

@@ -18,7 +18,7 @@ from sim.checks.base import Violation, unit_label
 if TYPE_CHECKING:
     import torch
 
-    from real.mcore.jobs import JobOutput
+    from real.output import JobOutput
 
 RULES_BY_VALUE: Final = ("I13", "I14")
 """What these comparisons judge."""

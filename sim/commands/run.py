@@ -118,34 +118,40 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
         check_megatron_version()
     except UnsupportedVersion as error:
         return fail(str(error))
-    from sim.runner import open_sinks, run_in_process
-    from sim.world.world import WorldError
+    from sim.session.options import RunOptions
+    from sim.session.run import run_in_process
+    from sim.session.sinks import open_sinks
+    from sim.world import WorldError
 
     needs_all = any(map(needs_kernels, faults))  # who knows in which step it comes up
-    has_all = arguments.kernels == "all" or needs_all
-    kernel_steps = None if has_all else [min(1, scenario.train_iters - 1)]
+    kernel_steps: dict[str, list[int] | None] = {
+        "none": [],
+        "step": [min(1, scenario.train_iters - 1)],
+        "all": None,
+    }
     progress = progress_line() if not arguments.json else no_progress
     if arguments.shapes_only:
         return _run_for_shapes(scenario, arguments, out, replay, progress)
     try:
         if arguments.world == "gloo":
-            from sim.world.gloo import run_gloo
+            from sim.session.gloo import run_gloo
 
-            result = run_gloo(scenario, out=out, progress=progress, replay=replay)
+            result = run_gloo(scenario, RunOptions(replay=replay), out=out, progress=progress)
         else:
             result = run_in_process(
                 scenario,
-                schedule_seed=arguments.schedule_seed,
+                RunOptions(
+                    reference=arguments.reference,
+                    schedule_seed=arguments.schedule_seed,
+                    faults=faults,
+                    kernel_steps=None if needs_all else kernel_steps[arguments.kernels],
+                    records_shapes=arguments.shapes,
+                    require=require,
+                    replay=replay,
+                ),
                 sinks=open_sinks(out, scenario.world_size),
                 out=out,
-                replay=replay,
-                faults=faults,
                 progress=progress,
-                records_kernels=arguments.kernels != "none" or needs_all,
-                kernel_steps=kernel_steps,
-                records_shapes=arguments.shapes,
-                reference=arguments.reference,
-                require=require,
             )
     except WorldError as error:
         progress("")
@@ -164,19 +170,18 @@ def _run_for_shapes(
     scenario: Scenario, arguments: argparse.Namespace, out: Path, replay: str, progress: Progress
 ) -> int:
     from sim.hollow.routing import Routing
-    from sim.hollow.run import ShapesRun, run_for_shapes
-    from sim.runner import open_sinks
-    from sim.world.world import WorldError
+    from sim.session.shapes import ShapesRun, run_for_shapes
+    from sim.session.sinks import open_sinks
+    from sim.world import WorldError
 
     options = ShapesRun(
         is_reference=arguments.no_fsdp,
         routing=Routing(imbalance=arguments.routing_imbalance, seed=scenario.seed),
+        replay=replay,
     )
     sinks = open_sinks(out, scenario.world_size)
     try:
-        result = run_for_shapes(
-            scenario, options, sinks=sinks, out=out, replay=replay, progress=progress
-        )
+        result = run_for_shapes(scenario, options, sinks=sinks, out=out, progress=progress)
     except WorldError as error:
         progress("")
         print(f"sim: {error}", file=sys.stderr)

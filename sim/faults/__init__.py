@@ -2,7 +2,6 @@
 
 from sim.faults.text import FaultError, format_fault, parse_fault
 from sim.faults.values import (
-    POINTS,
     ROLES,
     DelayRank,
     DoubleInstall,
@@ -16,12 +15,12 @@ from sim.faults.values import (
     StallStream,
     SwapCollectives,
     SwapHooks,
+    hook_points,
     is_stall,
     needs_kernels,
 )
 
 __all__ = [
-    "POINTS",
     "ROLES",
     "DelayRank",
     "DoubleInstall",
@@ -37,6 +36,7 @@ __all__ = [
     "SwapCollectives",
     "SwapHooks",
     "format_fault",
+    "hook_points",
     "is_stall",
     "needs_kernels",
     "parse_fault",

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from sim.faults import values
-from sim.faults.values import POINTS, ROLES, Fault
+from sim.faults.values import ROLES, Fault, hook_points
 
 KINDS: Final[dict[str, type[Any]]] = {
     "skip-collective": values.SkipCollective,
@@ -106,9 +106,9 @@ def _value(kind: str, key: str, text: str, *, is_number: bool) -> Any:
         return int(text)
     if not text:
         raise FaultError(f"Expected a value for {key} of {kind}, got none.")
-    if key == "point" and text not in POINTS:
+    if key == "point" and text not in (points := hook_points()):
         raise FaultError(
-            f"Expected point among {', '.join(POINTS)}; got {text!r}.{_hint(text, POINTS)}"
+            f"Expected point among {', '.join(points)}; got {text!r}.{_hint(text, points)}"
         )
     if key in ("stream", "on") and text not in ROLES and re.fullmatch(r"[0-9]+", text) is None:
         raise FaultError(

@@ -5,23 +5,35 @@ delays and stalls break nothing: they are orders that the machine may choose, so
 come out the same under each of them.
 
 `n` counts from 0 among what matches the other fields. A unit, module or stream that is not given
-matches all. No module here needs torch, so a bad fault is answered at once.
+matches all. No module here needs torch, so a bad fault is answered at once; only the
+names of hook points come from the scheduler itself.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-POINTS: Final = (
-    "pre_forward",
-    "pre_backward",
-    "post_forward",
-    "post_gradient",
-    "release_forward",
-    "release_backward",
-)
-"""Hook points: what modules and parameters call, and what the schedule calls."""
+_SUBJECTS: Final = {"module", "parameter", "cause"}
+"""What a hook point is told last: who calls it."""
+
+
+@functools.cache
+def hook_points() -> tuple[str, ...]:
+    """Returns the scheduler's hook points: what modules, parameters and the schedule call.
+
+    Loads torch with the scheduler, so it is asked only where a fault names a point.
+    """
+    from real.hooks.scheduler import UnitScheduler
+
+    return tuple(
+        name
+        for name, method in inspect.getmembers(UnitScheduler, inspect.isfunction)
+        if not name.startswith("_") and [*inspect.signature(method).parameters][-1] in _SUBJECTS
+    )
+
 
 ROLES: Final = ("compute", "communication", "all_gather", "reduce_scatter")
 """Streams by what they are for; any other is named by its number."""

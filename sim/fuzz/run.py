@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from multiprocessing.connection import wait
 from typing import Any
 
-from sim.aside import Aside
 from sim.fuzz.seeds import Baseline, Failure, SeedResult, Setting, frozen_heap, make_baseline
 from sim.fuzz.seeds import run_seed as _run_seed
 from sim.fuzz.shrink import Shrunk, shrink
-from sim.megatron import megatron_on_fake_cuda
+from sim.session.aside import Aside
+from sim.session.megatron import megatron_on_fake_cuda
 
 Progress = Callable[[str], None]
 

@@ -7,6 +7,7 @@ record, with the first run, and what was judged once needs no second judgement.
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -20,18 +21,19 @@ from real.trace import MemorySink, Sink, Trace
 from real.trace.recorder import Record
 from sim.checks import check_traces
 from sim.faults import DelayRank, Fault, format_fault, is_stall
-from sim.fuzz.findings import stalls_of, violation_of
-from sim.fuzz.order import Outcome, Stalls, draw_stalls, run_order
-from sim.fuzz.program import Program, build_program
-from sim.megatron import rank_state
-from sim.rank import run_rank
-from sim.runner import run_reference
-from sim.world import World, WorldError, init_process_group
+from sim.orders.findings import stalls_of, violation_of
+from sim.orders.order import Outcome, Stalls, draw_stalls, run_order
+from sim.orders.program import Program, build_program
+from sim.session.rank import RankPlan
+from sim.session.run import run_reference
+from sim.session.sinks import traces_of
+from sim.session.subject import MFSDP2
+from sim.session.world import WorldOptions, make_world, train
+from sim.world import ErrorKind, World, WorldError
 
 if TYPE_CHECKING:
-    from real.mcore.jobs import JobOutput
+    from real.output import JobOutput
 
-NEVER: Final = "fault never came up"
 _MOST_DELAYS: Final = 3
 _SWITCH_CHANCES: Final = (0.0, 0.05, 0.25)
 
@@ -150,13 +152,30 @@ def _short(record: Record | None) -> str:
     return " ".join(f"{key}={value}" for key, value in record.items() if key != "seq")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Turns:
+    """In which order the ranks of one run take turns.
+
+    Attributes:
+        seed: Draws the order.
+        delays: Delays of ranks.
+        switch_chance: How often a rank gives up its turn where it need not.
+    """
+
+    seed: int = 0
+    delays: Sequence[DelayRank] = ()
+    switch_chance: float = 0.0
+
+
+FIRST: Final = Turns()
+"""Those of the first run."""
+
+
 def run_once(
     setting: Setting,
     *,
     sinks: Sequence[Sink],
-    schedule_seed: int,
-    delays: Sequence[DelayRank] = (),
-    switch_chance: float = 0.0,
+    turns: Turns = FIRST,
     records_kernels: bool = False,
     progress: Callable[[str], None] = lambda _: None,
 ) -> tuple[list[JobOutput], World]:
@@ -166,44 +185,24 @@ def run_once(
         WorldError: A rank failed or the ranks do not agree.
     """
     scenario = setting.scenario
-    world = World(
-        scenario.world_size,
-        schedule_seed=schedule_seed,
-        state=rank_state(),
+    options = WorldOptions(
+        schedule_seed=turns.seed,
         faults=[fault for fault in setting.faults if not is_stall(fault)],
-        delays=delays,
-        switch_chance=switch_chance,
+        delays=turns.delays,
+        switch_chance=turns.switch_chance,
     )
-
-    def body(rank: int) -> JobOutput:
-        def on_step(step: int) -> None:
-            if rank == 0:
-                progress(f"first run: step {step + 1} of {scenario.train_iters}")
-
-        return run_rank(
-            scenario,
-            rank,
-            is_reference=False,
-            sink=sinks[rank],
-            start=init_process_group,
-            on_step=on_step,
-            kernel_steps=range(scenario.train_iters) if records_kernels else (),
-        )
-
-    from real.mcore.observe import recorded_nodes
-
-    with recorded_nodes():
-        return world.run(body), world
+    plan = RankPlan(
+        subject=dataclasses.replace(MFSDP2, label="first run"),
+        kernel_steps=range(scenario.train_iters) if records_kernels else (),
+    )
+    world = make_world(scenario.world_size, options)
+    return train(world, scenario, plan, sinks=sinks, progress=progress), world
 
 
 def _world_failure(seed: int | None, error: WorldError) -> Failure:
-    first = error.problem.splitlines()[0]
-    if "never came up" in first:
-        kind = NEVER
-    elif error.__cause__ is not None:
-        kind = f"a rank raised {type(error.__cause__).__name__}"
-    else:
-        kind = first.partition(":")[0].partition(",")[0].rstrip(".")
+    kind = str(error.kind)
+    if error.kind is ErrorKind.FAILED:
+        kind += f" {type(error.__cause__).__name__}"
     lines = [error.problem, *(f"  {line}" for line in error.standing)]
     return Failure(seed=seed, kind=kind, problem="\n".join(lines))
 
@@ -216,18 +215,16 @@ def make_baseline(
     ranks = range(scenario.world_size)
     with_kernels, without = [MemorySink() for _ in ranks], [MemorySink() for _ in ranks]
     try:
-        outputs, _ = run_once(
-            setting, sinks=with_kernels, schedule_seed=0, records_kernels=True, progress=progress
-        )
-        again, world = run_once(setting, sinks=without, schedule_seed=0, progress=progress)
+        outputs, _ = run_once(setting, sinks=with_kernels, records_kernels=True, progress=progress)
+        again, world = run_once(setting, sinks=without, progress=progress)
     except WorldError as error:
         return _world_failure(None, error)
-    traces = [_trace_of(sink.records) for sink in with_kernels]
+    traces = traces_of(with_kernels)
     program = build_program(traces)
     stalls, missed = stalls_of(setting.faults, program)
     if missed:
         text = f"Fault '{format_fault(missed[0])}' never came up: nothing matches it."
-        return Failure(seed=None, kind=NEVER, problem=text)
+        return Failure(seed=None, kind=ErrorKind.UNUSED_FAULT, problem=text)
     failure = _judged(setting, outputs, traces) or _numbers_differ(None, again, outputs)
     if failure is not None:
         return failure
@@ -253,16 +250,6 @@ def _judged(setting: Setting, outputs: list[JobOutput], traces: list[Trace]) -> 
     result = judge(outputs, references, num_records=0, wall_s=0.0, trace=None)
     problems = result.problems()
     return Failure(seed=None, kind="reference", problem=problems[0]) if problems else None
-
-
-def _trace_of(records: list[Record]) -> Trace:
-    return Trace(
-        rank=records[0]["rank"],
-        world_size=records[0]["world_size"],
-        scenario=records[0]["scenario"],
-        records=records[1:],
-        is_complete=True,
-    )
 
 
 def _numbers_differ(
@@ -305,16 +292,13 @@ def run_seed(setting: Setting, baseline: Baseline, seed: int) -> SeedResult:
     has_kernels = seed % setting.kernels_every == setting.kernels_every - 1
     expected = baseline.kernel_records if has_kernels else baseline.records
     sinks = [_ComparingSink(rank, records) for rank, records in enumerate(expected)]
-    delays = draw_delays(seed, setting.scenario.world_size, baseline.num_switches)
+    turns = Turns(
+        seed=seed,
+        delays=draw_delays(seed, setting.scenario.world_size, baseline.num_switches),
+        switch_chance=random.Random(f"switches {seed}").choice(_SWITCH_CHANCES),
+    )
     try:
-        outputs, world = run_once(
-            setting,
-            sinks=sinks,
-            schedule_seed=seed,
-            delays=delays,
-            switch_chance=random.Random(f"switches {seed}").choice(_SWITCH_CHANCES),
-            records_kernels=has_kernels,
-        )
+        outputs, world = run_once(setting, sinks=sinks, turns=turns, records_kernels=has_kernels)
     except WorldError as error:
         return SeedResult(seed=seed, failure=_world_failure(seed, error))
     differences = [sink.difference for sink in sinks if sink.difference is not None]

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from real.config import Scenario, ScenarioError
-from sim.aside import Aside
 from sim.faults import Fault
 from sim.fuzz.seeds import Failure, Setting, make_baseline, run_seed
+from sim.session.aside import Aside
 
 _SIZES: Final = ("train_iters", "num_microbatches", "num_layers", "world_size")
 """What is made smaller, in this order."""

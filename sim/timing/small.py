@@ -10,8 +10,8 @@ from typing import Any
 from real.config import Scenario
 from real.trace import MemorySink, Trace, read_traces
 from real.variants import is_reference, part_name, vary
-from sim.hollow.run import ShapesRun, run_for_shapes
-from sim.runner import open_sinks
+from sim.session import sinks
+from sim.session.shapes import ShapesRun, run_for_shapes
 from sim.timing.hostfit import Timed, count_calls
 from sim.timing.lower import step_records
 from sim.timing.reconcile import SmallModel
@@ -32,19 +32,10 @@ def traces_of(
     memory = [MemorySink() for _ in range(scenario.world_size)]
     options = ShapesRun(is_reference=is_reference(variant), marks_units=marks_units)
     if folder is not None:
-        run_for_shapes(varied, options, sinks=open_sinks(folder, scenario.world_size))
+        run_for_shapes(varied, options, sinks=sinks.open_sinks(folder, scenario.world_size))
         return read_traces(folder)
     run_for_shapes(varied, options, sinks=memory)
-    return [
-        Trace(
-            rank=rank,
-            world_size=scenario.world_size,
-            scenario=varied.as_dict(),
-            records=sink.records[1:],
-            is_complete=True,
-        )
-        for rank, sink in enumerate(memory)
-    ]
+    return sinks.traces_of(memory)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -238,27 +238,16 @@ def record_shapes(scenario: Scenario, *, has_fsdp: bool = True) -> list[Trace]:
     from sim.quiet import quiet
 
     quiet()
-    from sim.hollow.run import ShapesRun, run_for_shapes
-    from sim.world.world import WorldError
+    from sim.session.shapes import ShapesRun, run_for_shapes
+    from sim.session.sinks import traces_of
+    from sim.world import WorldError
 
     sinks = [MemorySink() for _ in range(scenario.world_size)]
     try:
         run_for_shapes(scenario, ShapesRun(is_reference=not has_fsdp), sinks=sinks)
     except WorldError as error:
         raise ReplayError(f"The changed scenario fails: {str(error).splitlines()[0]}") from None
-    traces = []
-    for rank, sink in enumerate(sinks):
-        header, *records = sink.records
-        traces.append(
-            Trace(
-                rank=rank,
-                world_size=scenario.world_size,
-                scenario=header["scenario"],
-                records=records,
-                is_complete=True,
-            )
-        )
-    return traces
+    return traces_of(sinks)
 
 
 def judge(

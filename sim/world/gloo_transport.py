@@ -24,8 +24,9 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from sim.cuda.device import active_device
 from sim.world import collectives
 from sim.world.collectives import Call
+from sim.world.errors import MismatchError
 from sim.world.faults import Disturber
-from sim.world.place import MismatchError, Place, mismatch, place_of, waits_for
+from sim.world.place import Place, mismatch, place_of, waits_for
 from sim.world.process_group import FakeProcessGroup, Handle
 
 _BLOCK_BYTES: Final = 8192

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Final
 
 from real.hooks.scheduler import UnitScheduler
 from sim.cuda.device import find_device
 from sim.cuda.streams import Event, Stream
 from sim.faults import (
-    POINTS,
     DoubleInstall,
     DropWait,
     Fault,
@@ -23,7 +22,9 @@ from sim.faults import (
     LoseCallback,
     SwapHooks,
     format_fault,
+    hook_points,
 )
+from sim.swap import swapped
 
 _HookFault = SwapHooks | LoseCallback | FreeEarly
 _HOOK_FAULTS: Final = (SwapHooks, LoseCallback, FreeEarly)
@@ -189,27 +190,21 @@ class Guard:
 def guarded(faults: Sequence[Fault], num_ranks: int) -> Iterator[Guard]:
     """Puts faults of waits, hooks, releases and installations into effect."""
     guard = Guard(faults, num_ranks)
-    saved: list[tuple[Any, str, Any]] = []
+    with ExitStack() as stack:
 
-    def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-        original = getattr(owner, name)
-        saved.append((owner, name, original))
-        setattr(owner, name, make(original))
+        def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+            stack.enter_context(swapped(owner, name, make))
 
-    try:
         if guard.changes_waits:
             replace(Stream, "wait_stream", lambda original: _wait_stream(guard, original))
             replace(Stream, "wait_event", lambda original: _wait_event(guard, original))
         if guard.changes_hooks:
-            for point in POINTS:
+            for point in hook_points():
                 replace(UnitScheduler, point, _hook_of(guard, point))
         if guard.changes_installs and _INSTALLER in sys.modules:
             owner = sys.modules[_INSTALLER]
             replace(owner, "install_hooks", lambda original: _install_twice(guard, original))
         yield guard
-    finally:
-        for owner, name, original in reversed(saved):
-            setattr(owner, name, original)
 
 
 def _wait_stream(guard: Guard, original: Any) -> Any:

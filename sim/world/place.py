@@ -20,10 +20,6 @@ class Group(Protocol):
     ranks: list[int]
 
 
-class MismatchError(RuntimeError):
-    """Two ranks call different collectives at the same place of one group's sequence."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Place:
     """One collective, or one message, of one group.

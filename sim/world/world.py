@@ -19,7 +19,7 @@ import gc
 import random
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final, Protocol
@@ -27,41 +27,15 @@ from typing import Any, Final, Protocol
 import torch
 
 from sim.faults import DelayRank, Fault, format_fault
+from sim.world.errors import ErrorKind, MismatchError, WorldError
 from sim.world.guard import Guard, guarded
-from sim.world.place import MismatchError, Place
+from sim.world.place import Place
 from sim.world.state import RankState, StateSet, snapshot, torch_state
 
 _set_thread_isolation_mode: Any = torch._C._distributed_c10d._set_thread_isolation_mode  # type: ignore[attr-defined]
 _MAX_IDLE_POLLS: Final = 1000
 _GRACE_S: Final = 1.0
 """How long an interrupted run may take to reach a point where ranks switch."""
-
-
-class WorldError(RuntimeError):
-    """A rank failed, a collective did not match, or no rank can go on.
-
-    Attributes:
-        problem: What went wrong, in one line.
-        rank: The rank at which it was noticed, or None for a deadlock.
-        standing: One line a rank: where it stands.
-    """
-
-    def __init__(self, problem: str, *, rank: int | None, standing: list[str], replay: str) -> None:
-        lines = [problem, *(f"  {line}" for line in standing)]
-        if replay:
-            lines.append(f"Replay: {replay}")
-        super().__init__("\n".join(lines))
-        self.problem = problem
-        self.rank = rank
-        self.standing = standing
-        self.replay = replay
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _world_error, (self.problem, self.rank, self.standing, self.replay)
-
-
-def _world_error(problem: str, rank: int | None, standing: list[str], replay: str) -> WorldError:
-    return WorldError(problem, rank=rank, standing=standing, replay=replay)
 
 
 class LeftOver(Protocol):
@@ -153,6 +127,7 @@ def enter_world(host: Host | None, rank: int | None) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Failure:
+    kind: ErrorKind
     rank: int | None
     problem: str
     cause: BaseException | None
@@ -253,7 +228,11 @@ class World:
         if self._failure is not None:
             failure = self._failure
             raise WorldError(
-                failure.problem, rank=failure.rank, standing=failure.standing, replay=self._replay
+                failure.problem,
+                kind=failure.kind,
+                rank=failure.rank,
+                standing=failure.standing,
+                replay=self._replay,
             ) from failure.cause
         return results
 
@@ -276,7 +255,8 @@ class World:
         self._num_idle_polls = 0 if others else self._num_idle_polls + 1
         if self._num_idle_polls > _MAX_IDLE_POLLS:
             self._ranks[rank].waiting = standing
-            self._fail(None, "Deadlock: a rank polls for what no other rank will do.", None)
+            problem = "Deadlock: a rank polls for what no other rank will do."
+            self._fail(ErrorKind.DEADLOCK, None, problem)
         self._raise_if_aborted()
         self._yield(self._ranks[rank], _Status.READY, standing)
 
@@ -300,7 +280,7 @@ class World:
         """Ends the run, and returns the error for the rank to raise; catching it is no help."""
         error = MismatchError(problem)
         self._ranks[rank].raised = type(error).__name__
-        self._fail(rank, problem, error)
+        self._fail(ErrorKind.MISMATCH, rank, problem, error)
         return error
 
     def transport_of(self, rank: int) -> Any:
@@ -334,7 +314,8 @@ class World:
         ready = self._ready()
         if not ready and any(rank.status is _Status.WAITING for rank in self._ranks):
             waiting = [str(r.index) for r in self._ranks if r.status is _Status.WAITING]
-            self._fail(None, f"Deadlock: no rank can go on; waiting: {', '.join(waiting)}.", None)
+            problem = f"Deadlock: no rank can go on; waiting: {', '.join(waiting)}."
+            self._fail(ErrorKind.DEADLOCK, None, problem)
             ready = self._ready()
         if ready:
             self.num_switches += 1
@@ -372,7 +353,7 @@ class World:
         except BaseException as error:  # noqa: BLE001 - whatever ends a rank ends the run
             me.status = _Status.FAILED
             me.raised = type(error).__name__
-            self._fail(me.index, describe(me.index, error), error)
+            self._fail(ErrorKind.FAILED, me.index, describe(me.index, error), error)
         finally:
             me.is_unwinding = True
             enter_world(None, None)
@@ -382,23 +363,32 @@ class World:
         if self._failure is not None:
             raise _Abort
 
-    def _fail(self, rank: int | None, problem: str, cause: BaseException | None) -> None:
+    def _fail(
+        self,
+        kind: ErrorKind,
+        rank: int | None,
+        problem: str,
+        cause: BaseException | None = None,
+    ) -> None:
         if self._failure is None:  # what happens while the others unwind is a consequence
             self._failure = _Failure(
-                rank=rank, problem=problem, cause=cause, standing=self.standing()
+                kind=kind, rank=rank, problem=problem, cause=cause, standing=self.standing()
             )
 
     def _check_left_over(self) -> None:
-        items: list[LeftOver] = [*self.rendezvous.values()]
-        items += [rank.transport.disturber for rank in self._ranks if rank.transport is not None]
-        items += [self._guard] if self._guard is not None else []
+        faults: list[LeftOver] = [r.transport.disturber for r in self._ranks if r.transport]
+        faults += [self._guard] if self._guard is not None else []
+        self._fail_of(ErrorKind.LEFT_OVER, self.rendezvous.values())
+        self._fail_of(ErrorKind.UNUSED_FAULT, faults)
+        for delay in sorted(self._late, key=str):
+            text = f"fault '{format_fault(delay)}' never came up in {self.num_switches} switches"
+            self._fail(ErrorKind.UNUSED_FAULT, None, f"All ranks finished, but {text}.")
+
+    def _fail_of(self, kind: ErrorKind, items: Iterable[LeftOver]) -> None:
         for item in items:
             text = item.left_over()
             if text is not None:
-                self._fail(None, f"All ranks finished, but {text}.", None)
-        for delay in sorted(self._late, key=str):
-            text = f"fault '{format_fault(delay)}' never came up in {self.num_switches} switches"
-            self._fail(None, f"All ranks finished, but {text}.", None)
+                self._fail(kind, None, f"All ranks finished, but {text}.")
 
     # -- threads ------------------------------------------------------------------------------
 
@@ -415,7 +405,7 @@ class World:
             while not self._ended.wait(_GRACE_S):
                 pass
         except BaseException:
-            self._fail(None, "Interrupted.", None)
+            self._fail(ErrorKind.INTERRUPTED, None, "Interrupted.")
             if starter.ident is not None:
                 self._unwind()
             raise
@@ -436,7 +426,8 @@ class World:
         except RuntimeError as error:  # the operating system gives no more threads
             for rank in self._ranks[len(started) :]:
                 rank.status = _Status.FAILED
-            self._fail(None, f"Cannot start rank {len(started)}: {error}.", error)
+            problem = f"Cannot start rank {len(started)}: {error}."
+            self._fail(ErrorKind.NOT_STARTED, None, problem, error)
         if started:
             self._hand_over()
         for rank in started:

@@ -9,7 +9,7 @@ import pytest
 from real.hooks import ContractError
 from real.trace import Trace
 from sim.checks.errors import violations_of_error
-from sim.world import MismatchError, WorldError
+from sim.world import ErrorKind, MismatchError, WorldError
 
 
 def trace(rank: int, *records: dict[str, Any]) -> Trace:
@@ -49,7 +49,11 @@ def all_gather(unit: str | None) -> dict[str, Any]:
 
 def failed(cause: BaseException, rank: int = 1) -> WorldError:
     error = WorldError(
-        f"Rank {rank} raised {type(cause).__name__}: {cause}", rank=rank, standing=[], replay=""
+        f"Rank {rank} raised {type(cause).__name__}: {cause}",
+        kind=ErrorKind.MISMATCH if isinstance(cause, MismatchError) else ErrorKind.FAILED,
+        rank=rank,
+        standing=[],
+        replay="",
     )
     error.__cause__ = cause
     return error
@@ -100,7 +104,9 @@ def test_what_torch_and_mfsdp_say_has_a_rule(message: str, rule: str, unit: str)
 def test_an_unknown_error_is_no_violation() -> None:
     """It is a fault of the bench, and must not count as a catch."""
     assert violations_of_error(failed(KeyError("x")), [trace(0), trace(1, HOOK)]) == []
-    interrupted = WorldError("Interrupted.", rank=None, standing=[], replay="")
+    interrupted = WorldError(
+        "Interrupted.", kind=ErrorKind.INTERRUPTED, rank=None, standing=[], replay=""
+    )
     assert violations_of_error(interrupted, [trace(0), trace(1)]) == []
 
 
@@ -115,6 +121,7 @@ def test_a_deadlock_names_who_waits_and_for_which_unit() -> None:
     """The rank that does not come has nothing to say about it."""
     error = WorldError(
         "Deadlock: no rank can go on; waiting: 1.",
+        kind=ErrorKind.DEADLOCK,
         rank=None,
         standing=["rank 0: finished", "rank 1: in all_gather #0 of group '0', waits for rank 0"],
         replay="",

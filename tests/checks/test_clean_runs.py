@@ -8,7 +8,8 @@ import pytest
 
 from real.config import Scenario
 from sim.quiet import quiet
-from sim.runner import run_in_process
+from sim.session.options import RunOptions
+from sim.session.run import run_in_process
 
 SMALL = {"num_layers": 2, "num_microbatches": 3, "train_iters": 2}
 TE = {**SMALL, "transformer_impl": "transformer_engine"}
@@ -68,6 +69,6 @@ def test_a_correct_run_has_no_violation(name: str) -> None:
     """An alarm on correct code teaches people to ignore alarms."""
     with warnings.catch_warnings():
         quiet()
-        result = run_in_process(Scenario(**SCENARIOS[name]), records_kernels=True)
+        result = run_in_process(Scenario(**SCENARIOS[name]), options=RunOptions(kernel_steps=None))
     assert result.violations == ()
     assert result.problems() == []

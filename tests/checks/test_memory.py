@@ -14,7 +14,8 @@ from real.trace import MemorySink, Trace
 from sim.checks import fsdp_bytes
 from sim.checks.memory import check_memory
 from sim.quiet import quiet
-from sim.runner import run_in_process
+from sim.session.options import RunOptions
+from sim.session.run import run_in_process
 
 Story = Callable[..., Trace]
 
@@ -142,7 +143,7 @@ def test_bytes_of_zero_3_are_those_of_the_closed_form() -> None:
     sinks = [MemorySink() for _ in range(scenario.world_size)]
     with warnings.catch_warnings():
         quiet()
-        run_in_process(scenario, sinks=sinks, records_kernels=True)
+        run_in_process(scenario, sinks=sinks, options=RunOptions(kernel_steps=None))
     for rank, sink in enumerate(sinks):
         trace = Trace(
             rank=rank,

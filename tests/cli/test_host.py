@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,10 +27,12 @@ STORY: list[tuple[int, OpKind, dict[str, Any]]] = [
 ]
 
 
-def write(folder: Path, *, has_times: bool) -> None:
+def write(
+    folder: Path, *, has_times: bool, story: Sequence[tuple[int, OpKind, dict[str, Any]]] = STORY
+) -> None:
     recorder = Recorder(JsonlSink(trace_path(folder, 0)))
     recorder.header(rank=0, world_size=1, scenario={})
-    for at, op, fields in STORY:
+    for at, op, fields in story:
         recorder.record(op, **fields, **({"host_ns": at} if has_times else {}))
     recorder.close()
 
@@ -47,6 +49,18 @@ def test_time_belongs_to_what_was_done_after_a_record(
         "MFSDP unshard": (1, 75),
         "our hooks: pre_forward": (1, 10),
     }
+
+
+def test_the_end_of_a_step_that_did_not_begin_is_passed_over(
+    sim: Callable[..., Outcome], tmp_path: Path
+) -> None:
+    """As in a trace whose recorder came in the middle of a step."""
+    late = [(at + 10, op, fields) for at, op, fields in STORY]
+    write(tmp_path, has_times=True, story=[(5, STORY[-1][1], STORY[-1][2]), *late])
+    assert json.loads(sim("host", tmp_path, "--json").out)["step_ns"] == 385
+    write(tmp_path, has_times=True, story=STORY[1:])
+    done = sim("host", tmp_path)
+    assert (done.status, done.err) == (2, "sim: rank 0: expected a complete step, got none.\n")
 
 
 def test_a_trace_without_times_is_refused(sim: Callable[..., Outcome], tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from pytest_mock import MockerFixture
 
 from real.config import Scenario, flag
 from real.trace import read_traces
-from sim.megatron import megatron_on_fake_cuda
+from sim.session.megatron import megatron_on_fake_cuda
 
 if TYPE_CHECKING:
     from tests.cli.conftest import Outcome

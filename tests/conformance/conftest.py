@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from real.config import Scenario, load_scenario
-from real.trace import MemorySink, Trace, read_traces
+from real.trace import MemorySink, Trace, read_traces, trace_of
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "fixtures" / "configs" / "conformance"
@@ -67,18 +67,9 @@ class Gpus:
         return read_traces(self._out / name)
 
 
-def to_traces(scenario: Scenario, sinks: Sequence[MemorySink]) -> list[Trace]:
+def to_traces(sinks: Sequence[MemorySink]) -> list[Trace]:
     """Returns what ranks have recorded in memory as traces."""
-    return [
-        Trace(
-            rank=rank,
-            world_size=scenario.world_size,
-            scenario=scenario.as_dict(),
-            records=sink.records[1:],
-            is_complete=True,
-        )
-        for rank, sink in enumerate(sinks)
-    ]
+    return [trace_of(sink.records) for sink in sinks]
 
 
 class Fakes:
@@ -96,28 +87,19 @@ class Fakes:
         disturbed: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> list[Trace]:
         """Returns the traces of a scenario."""
-        from sim.megatron import megatron_on_fake_cuda, rank_state
         from sim.quiet import quiet
+        from sim.session.megatron import megatron_on_fake_cuda
 
         sinks = [MemorySink() for _ in range(scenario.world_size)]
         with warnings.catch_warnings():
             quiet()
             with megatron_on_fake_cuda():
-                from real.mcore.observe import recorded_nodes
-                from sim.rank import run_rank
-                from sim.world import World, init_process_group
+                from sim.session.rank import RankPlan
+                from sim.session.world import make_world, train
 
-                with disturbed(), recorded_nodes():
-                    World(scenario.world_size, state=rank_state()).run(
-                        lambda rank: run_rank(
-                            scenario,
-                            rank,
-                            is_reference=False,
-                            sink=sinks[rank],
-                            start=init_process_group,
-                        )
-                    )
-        return to_traces(scenario, sinks)
+                with disturbed():
+                    train(make_world(scenario.world_size), scenario, RankPlan(), sinks=sinks)
+        return to_traces(sinks)
 
 
 class Backends(NamedTuple):

@@ -65,8 +65,8 @@ def written(sink: MemorySink, *fields: str) -> list[tuple[Any, ...]]:
 
 def record_by_wrappers(scenario: Scenario) -> list[Trace]:
     """Trains a scenario on fake ranks whose devices record nothing; the wrappers do."""
-    from sim.megatron import megatron_on_fake_cuda, rank_state
     from sim.quiet import quiet
+    from sim.session.megatron import megatron_on_fake_cuda, rank_state
 
     sinks = [MemorySink() for _ in range(scenario.world_size)]
     with ExitStack() as stack:
@@ -93,7 +93,7 @@ def record_by_wrappers(scenario: Scenario) -> list[Trace]:
 
         with recorded_nodes(), wrapped(FakeProcessGroup):
             World(scenario.world_size, state=rank_state()).run(body)
-    return to_traces(scenario, sinks)
+    return to_traces(sinks)
 
 
 @pytest.mark.slow

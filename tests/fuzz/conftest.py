@@ -9,8 +9,8 @@ import pytest
 
 from real.config import Scenario
 from real.trace import Trace
-from sim.fuzz.order import Outcome, run_order
-from sim.fuzz.program import build_program
+from sim.orders.order import Outcome, run_order
+from sim.orders.program import build_program
 from sim.quiet import quiet
 from tests.checks.conftest import story
 

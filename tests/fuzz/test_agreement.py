@@ -7,31 +7,15 @@ import dataclasses
 import pytest
 
 from real.config import Scenario
-from real.trace import MemorySink, OpKind, Trace
+from real.trace import OpKind, Trace
 from sim.checks.storage import check_storage
-from sim.fuzz.order import run_order
-from sim.fuzz.program import build_program
-from sim.fuzz.seeds import Setting, run_once
-from sim.megatron import megatron_on_fake_cuda
+from sim.orders.order import run_order
+from sim.orders.program import build_program
+from sim.session.options import RunOptions
+from sim.session.run import record_traces
 
 WAITS = {OpKind.EVENT_WAIT, OpKind.STREAM_WAIT, OpKind.HOST_SYNC, OpKind.COLLECTIVE_WAIT}
 MOST_ORDERS = 150
-
-
-def traces_of(scenario: Scenario) -> list[Trace]:
-    sinks = [MemorySink() for _ in range(scenario.world_size)]
-    with megatron_on_fake_cuda():
-        run_once(Setting(scenario=scenario), sinks=sinks, schedule_seed=0, records_kernels=True)
-    return [
-        Trace(
-            rank=rank,
-            world_size=scenario.world_size,
-            scenario=scenario.as_dict(),
-            records=sink.records[1:],
-            is_complete=True,
-        )
-        for rank, sink in enumerate(sinks)
-    ]
 
 
 def first_that_shows(traces: list[Trace], most: int) -> int | None:
@@ -42,7 +26,7 @@ def first_that_shows(traces: list[Trace], most: int) -> int | None:
 @pytest.mark.slow
 def test_both_find_the_same_waits_missing(small: Scenario) -> None:
     """Each wait of a rank is left out in turn; without one that matters, some order goes wrong."""
-    traces = traces_of(small)
+    traces = record_traces(small, RunOptions(kernel_steps=None))
     mine = traces[1]
     places = [i for i, record in enumerate(mine.records) if record["op"] in WAITS]
     num_needed = 0

@@ -6,7 +6,15 @@ import dataclasses
 
 import pytest
 
-from sim.faults import DropWait, FaultError, FreeEarly, LoseCallback, format_fault, parse_fault
+from sim.faults import (
+    DropWait,
+    FaultError,
+    FreeEarly,
+    LoseCallback,
+    format_fault,
+    hook_points,
+    parse_fault,
+)
 from sim.faults.text import KINDS
 
 FULL = {"n": 3, "index": 4, "at": 5, "turns": 6, "unit": "decoder.layers.0", "module": "a.b"}
@@ -27,6 +35,22 @@ def test_what_is_not_said_has_its_default() -> None:
         rank=1, unit="decoder.layers.0"
     )
     assert parse_fault("lose-callback rank=0") == LoseCallback(rank=0, n=0, point="post_gradient")
+
+
+def test_every_hook_point_of_the_scheduler_can_be_named() -> None:
+    """Also those at the ends of nodes; what others call on the scheduler is no hook."""
+    assert set(hook_points()) == {
+        "pre_forward",
+        "pre_backward",
+        "post_forward",
+        "post_gradient",
+        "end_of_first_use",
+        "end_backward",
+        "release_forward",
+        "release_backward",
+    }
+    fault = parse_fault("lose-callback rank=1 point=end_backward")
+    assert fault == LoseCallback(rank=1, point="end_backward")
 
 
 def test_the_root_has_a_name() -> None:

@@ -11,15 +11,16 @@ import pytest
 from real.result import RunResult
 from real.trace import MemorySink
 from sim.faults import DelayRank, Fault, needs_kernels, parse_fault
-from sim.fuzz.seeds import Setting, run_once
-from sim.megatron import megatron_on_fake_cuda
+from sim.fuzz.seeds import Setting, Turns, run_once
 from sim.quiet import quiet
-from sim.runner import run_in_process, run_reference
+from sim.session.megatron import megatron_on_fake_cuda
+from sim.session.options import RunOptions
+from sim.session.run import run_in_process, run_reference
 from sim.world import WorldError
 from tests.fuzz.conftest import SMALL
 
 if TYPE_CHECKING:
-    from real.mcore.jobs import JobOutput
+    from real.output import JobOutput
 
 BREAKING = {
     "skip-collective rank=1 index=12": "Deadlock: no rank can go on",
@@ -63,10 +64,10 @@ def references() -> list[JobOutput]:
 
 
 def run(references: list[JobOutput], *faults: Fault) -> RunResult:
+    has_kernels = not faults or any(map(needs_kernels, faults))
     return run_in_process(
         SMALL,
-        faults=faults,
-        records_kernels=not faults or any(map(needs_kernels, faults)),
+        RunOptions(faults=faults, kernel_steps=None if has_kernels else ()),
         references=references,
     )
 
@@ -135,8 +136,8 @@ def test_a_delay_changes_the_turns_and_no_trace() -> None:
     delay = DelayRank(rank=1, at=0, turns=10)  # it comes first without
     setting = Setting(scenario=SMALL)
     with megatron_on_fake_cuda():
-        _, without = run_once(setting, sinks=sinks[0], schedule_seed=0)
-        _, delayed = run_once(setting, sinks=sinks[1], schedule_seed=0, delays=[delay])
+        _, without = run_once(setting, sinks=sinks[0])
+        _, delayed = run_once(setting, sinks=sinks[1], turns=Turns(delays=[delay]))
     assert without.order != delayed.order
     first, second = ([sink.records for sink in both] for both in sinks)
     assert first == second
@@ -157,8 +158,8 @@ def test_turns_given_up_change_the_turns_and_no_trace() -> None:
     sinks = [[MemorySink(), MemorySink()] for _ in range(2)]
     setting = Setting(scenario=SMALL)
     with megatron_on_fake_cuda():
-        _, without = run_once(setting, sinks=sinks[0], schedule_seed=0)
-        _, with_more = run_once(setting, sinks=sinks[1], schedule_seed=0, switch_chance=0.5)
+        _, without = run_once(setting, sinks=sinks[0])
+        _, with_more = run_once(setting, sinks=sinks[1], turns=Turns(switch_chance=0.5))
     assert with_more.num_switches > without.num_switches
     first, second = ([sink.records for sink in both] for both in sinks)
     assert first == second

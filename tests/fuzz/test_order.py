@@ -9,9 +9,9 @@ import pytest
 from real.trace import Trace
 from sim.checks.storage import check_storage
 from sim.faults import StallCollective, StallStream
-from sim.fuzz.findings import stalls_of, violation_of
-from sim.fuzz.order import RELEASED, REUSED, Outcome, Stalls, run_order
-from sim.fuzz.program import build_program
+from sim.orders.findings import stalls_of, violation_of
+from sim.orders.order import RELEASED, REUSED, Outcome, Stalls, run_order
+from sim.orders.program import build_program
 
 Story = Callable[..., Trace]
 Orders = Callable[..., list[Outcome]]

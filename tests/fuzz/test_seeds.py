@@ -17,6 +17,8 @@ from sim.fuzz import seeds as fuzz_seeds
 from sim.fuzz.run import FuzzResult, fuzz
 from sim.fuzz.seeds import Setting, draw_delays
 from sim.fuzz.shrink import minimise, scenario_flags
+from sim.session import world
+from sim.session.rank import RankPlan
 
 
 def quick(small: Scenario, **options: Any) -> Setting:  # noqa: ANN401 - fields of a setting
@@ -43,14 +45,19 @@ def test_a_correct_run_survives_and_one_seed_is_one_result(small: Scenario) -> N
 def test_what_depends_on_turns_is_found_and_shrunk(small: Scenario, mocker: MockerFixture) -> None:
     """A global that ranks share: who comes first writes another trace."""
     arrived: list[int] = []
-    real = fuzz_seeds.run_rank
+    real = world.run_rank
 
-    def run_rank(scenario: Scenario, rank: int, **options: Any) -> object:  # noqa: ANN401
+    def run_rank(
+        scenario: Scenario,
+        plan: RankPlan,
+        rank: int,
+        **options: Any,  # noqa: ANN401
+    ) -> object:
         arrived.append(rank)
         changed = scenario.changed(seed=len(arrived) if rank == 0 else 2)
-        return real(scenario if arrived[0] == 1 else changed, rank, **options)
+        return real(scenario if arrived[0] == 1 else changed, plan, rank, **options)
 
-    mocker.patch.object(fuzz_seeds, "run_rank", run_rank)
+    mocker.patch.object(world, "run_rank", run_rank)
     make = fuzz_seeds.make_baseline
 
     def start_over(*arguments: Any, **options: Any) -> object:  # noqa: ANN401

@@ -13,7 +13,8 @@ import pytest
 
 from real.config import Scenario, flag, load_scenario
 from sim.quiet import quiet
-from sim.runner import run_in_process
+from sim.session.options import RunOptions
+from sim.session.run import run_in_process
 
 pytestmark = pytest.mark.slow
 
@@ -145,7 +146,7 @@ def _quiet() -> Iterator[None]:
 def check(keys: dict[str, Any]) -> None:
     replay = replay_of(keys)
     scenario: Scenario = BASE.changed(**keys)
-    result = run_in_process(scenario, replay=replay)
+    result = run_in_process(scenario, RunOptions(replay=replay))
     assert result.problems() == [], f"Replay: {replay}"
     assert result.losses[0] == result.reference_losses[0], f"Replay: {replay}"
     assert len(result.losses) == scenario.train_iters

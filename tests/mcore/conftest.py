@@ -12,8 +12,8 @@ from torch import nn
 from real.config import Scenario
 from real.trace import MemorySink, Recorder, recording
 from sim.cuda import FakeDevice, use_device
-from sim.megatron import megatron_on_fake_cuda, rank_state
 from sim.quiet import quiet
+from sim.session.megatron import megatron_on_fake_cuda, rank_state
 from sim.world import World, init_process_group
 
 Records = list[dict[str, Any]]

@@ -13,9 +13,9 @@ from pytest_mock import MockerFixture
 
 from real.config import Scenario
 from real.trace import MemorySink
-from sim.megatron import megatron_on_fake_cuda
 from sim.quiet import quiet
-from sim.runner import run_in_process
+from sim.session.megatron import megatron_on_fake_cuda
+from sim.session.run import run_in_process
 from sim.world import WorldError
 
 SMALL: Final = Scenario(num_layers=3, num_microbatches=3, train_iters=1)

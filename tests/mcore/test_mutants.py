@@ -9,7 +9,7 @@ import pytest
 from pytest_mock import MockerFixture
 
 from real.config import Scenario
-from sim.world.world import WorldError
+from sim.world import WorldError
 
 SMALL = Scenario(num_layers=2, num_microbatches=2, world_size=2, train_iters=1)
 

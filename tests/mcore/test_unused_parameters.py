@@ -12,9 +12,10 @@ from pytest_mock import MockerFixture
 
 from real.config import Scenario
 from real.trace import MemorySink
-from sim.megatron import megatron_on_fake_cuda
 from sim.quiet import quiet
-from sim.runner import run_in_process
+from sim.session.megatron import megatron_on_fake_cuda
+from sim.session.options import RunOptions
+from sim.session.run import run_in_process
 
 
 class _SometimesUsed(torch.nn.Module):
@@ -59,7 +60,7 @@ def test_unused_parameters_are_reduced_as_zeros_by_every_rank(mocker: MockerFixt
             from real.mcore import jobs
 
             mocker.patch.object(jobs, "build_model", with_unused_parameters(jobs.build_model))
-            result = run_in_process(scenario, sinks=sinks, records_kernels=True)
+            result = run_in_process(scenario, sinks=sinks, options=RunOptions(kernel_steps=None))
     assert result.problems() == []
     for sink in sinks:
         reduced = Counter(r["unit"] for r in sink.records if r["op"] == "reduce")

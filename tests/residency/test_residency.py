@@ -9,7 +9,7 @@ import pytest
 from real.config import Scenario
 from real.trace import MemorySink
 from real.trace.recorder import Record
-from sim.runner import run_in_process
+from sim.session.run import run_in_process
 
 BOUND = {"none": 3, "forward": 4, "both": 5}
 

@@ -9,8 +9,8 @@ import signal
 import pytest
 import torch
 
-from sim.aside import Aside, can_fork
-from sim.world import WorldError
+from sim.session.aside import Aside, can_fork
+from sim.world import ErrorKind, WorldError
 
 pytestmark = pytest.mark.skipif(not can_fork(), reason="needs fork and a second core")
 
@@ -23,9 +23,20 @@ def test_result_comes_back_and_side_effects_do_not() -> None:
     aside.stop()
 
 
+def test_tensors_come_back_with_their_values() -> None:
+    loss, weight = torch.tensor(1.5), torch.arange(6.0).view(2, 3).t()
+    aside = Aside(lambda: {"loss": loss, "weights": [weight]})
+    result = aside.result()
+    aside.stop()  # nothing of the copy is needed any more
+    assert torch.equal(result["loss"], loss)
+    assert torch.equal(result["weights"][0], weight)
+
+
 def test_error_comes_back_whole() -> None:
     def fail() -> None:
-        raise WorldError("Problem.", rank=1, standing=["rank 0: running"], replay="again")
+        raise WorldError(
+            "Problem.", kind=ErrorKind.FAILED, rank=1, standing=["rank 0: running"], replay="again"
+        )
 
     aside = Aside(fail)
     with pytest.raises(WorldError, match="Replay: again"):

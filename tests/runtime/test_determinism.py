@@ -11,7 +11,8 @@ from real.config import Scenario, load_scenario
 from real.result import RunResult
 from real.trace import JsonlSink, trace_path
 from sim.commands.common import DEFAULT_SCENARIO
-from sim.runner import run_in_process
+from sim.session.options import RunOptions
+from sim.session.run import run_in_process
 from sim.world import SkipCollective, SwapCollectives, WorldError
 
 # Megatron and torch warn of their own deprecated names while a model is built.
@@ -30,7 +31,9 @@ def small() -> Scenario:
 def _run(scenario: Scenario, folder: Path, seed: int) -> tuple[RunResult, list[bytes]]:
     folder.mkdir()
     paths = [trace_path(folder, rank) for rank in range(scenario.world_size)]
-    result = run_in_process(scenario, schedule_seed=seed, sinks=[JsonlSink(p) for p in paths])
+    result = run_in_process(
+        scenario, RunOptions(schedule_seed=seed), sinks=[JsonlSink(p) for p in paths]
+    )
     return result, [path.read_bytes() for path in paths]
 
 
@@ -67,7 +70,7 @@ def test_ten_schedule_seeds_give_equal_results_and_traces(small: Scenario, tmp_p
 def test_faults_in_a_training_step_name_the_rank(small: Scenario, fault: SkipCollective) -> None:
     """A collective that one rank leaves out or swaps ends the run with all ranks' places."""
     with pytest.raises(WorldError) as caught:
-        run_in_process(small, faults=[fault], replay="python -m sim run")
+        run_in_process(small, RunOptions(faults=[fault], replay="python -m sim run"))
     assert caught.value.problem.startswith(("Collective #", "Deadlock: "))
     assert f"rank {fault.rank}" in str(caught.value)
     assert len(caught.value.standing) == 4

@@ -15,9 +15,11 @@ import pytest
 from real.config import Scenario, load_scenario
 from real.trace import JsonlSink, MemorySink, trace_path
 from sim.commands.common import DEFAULT_SCENARIO
-from sim.runner import run_in_process
-from sim.world import WorldError, gloo
-from sim.world.gloo import run_gloo
+from sim.session import gloo
+from sim.session.gloo import run_gloo
+from sim.session.options import RunOptions
+from sim.session.run import run_in_process
+from sim.world import WorldError
 
 pytestmark = [
     pytest.mark.slow,
@@ -43,7 +45,7 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
 
     def start(*args: Any, **kwargs: Any) -> subprocess.Popen[bytes]:
         process = popen(*args, **kwargs)
-        if "sim.world.gloo_rank" in args[0]:
+        if "sim.session.gloo_rank" in args[0]:
             started.append(process)
         return process
 
@@ -88,7 +90,7 @@ def test_process_that_dies_ends_the_run_and_is_named(
         processes[1].kill()
 
     with pytest.raises(WorldError) as caught:
-        run_gloo(small.changed(train_iters=50), out=None, progress=kill, replay="again")
+        run_gloo(small.changed(train_iters=50), RunOptions(replay="again"), out=None, progress=kill)
     first_line = caught.value.problem.partition("\n")[0]
     assert first_line == f"Rank 1 died with exit status {-signal.SIGKILL}."
     assert caught.value.rank == 1

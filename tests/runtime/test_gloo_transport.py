@@ -19,8 +19,8 @@ import torch.distributed as dist
 from real.trace import Recorder
 from sim.cuda import FakeDevice, fake_cuda, use_device
 from sim.world import World
+from sim.world.errors import MismatchError
 from sim.world.gloo_transport import Gloo, LostRankError
-from sim.world.place import MismatchError
 from sim.world.process_group import FakeProcessGroup
 
 Body = Callable[[FakeProcessGroup, int], Any]

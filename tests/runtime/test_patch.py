@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from sim.cuda import FakeDevice, fake_cuda, patch, use_device
-from sim.megatron import megatron_on_fake_cuda, rank_state
+from sim.session.megatron import megatron_on_fake_cuda, rank_state
 
 _OWNERS = (torch, torch.Tensor, torch.UntypedStorage, torch.random, torch.autograd.Variable)
 
@@ -336,7 +336,7 @@ def test_globals_that_are_called_unused_keep_their_values_in_a_run(
     """The allow list is checked against a small scenario."""
     from real.config import load_scenario
     from sim.commands.common import DEFAULT_SCENARIO
-    from sim.runner import run_in_process
+    from sim.session.run import run_in_process
 
     names = {n for n in _all_assigned(megatron_modules) - _per_rank() if _is_never_used(n)}
     before = {name: _value(name) for name in names}

@@ -18,7 +18,15 @@ import torch
 import torch.distributed as dist
 
 from sim.cuda.device import active_device
-from sim.world import RankState, SkipCollective, SwapCollectives, World, WorldError, current_world
+from sim.world import (
+    ErrorKind,
+    RankState,
+    SkipCollective,
+    SwapCollectives,
+    World,
+    WorldError,
+    current_world,
+)
 
 RunRanks = Callable[..., list[Any]]
 
@@ -405,9 +413,20 @@ def test_interrupt_stops_a_rank_that_never_communicates(run_ranks: RunRanks) -> 
 
 def test_world_error_survives_a_pipe() -> None:
     """The forked half of a run hands its error over whole."""
-    error = WorldError("Problem.", rank=1, standing=["rank 0: running"], replay="again")
+    error = WorldError(
+        "Problem.",
+        kind=ErrorKind.MISMATCH,
+        rank=1,
+        standing=["rank 0: running"],
+        replay="again",
+    )
     copy = pickle.loads(pickle.dumps(error))
-    assert (str(copy), copy.rank, copy.standing) == (str(error), error.rank, error.standing)
+    assert (str(copy), copy.kind, copy.rank, copy.standing) == (
+        str(error),
+        ErrorKind.MISMATCH,
+        error.rank,
+        error.standing,
+    )
 
 
 # -- faults -----------------------------------------------------------------------------------

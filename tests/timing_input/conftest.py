@@ -15,7 +15,13 @@ from sim.timing.hostfit import OUTSIDE, count_calls
 from sim.timing.lower import step_records
 from sim.timing.small import traces_of
 
-UNIT_COSTS = {"unshard gathered": 200.0, "reshard": 90.0, "reduce": 700.0, "reduce last": 900.0}
+UNIT_COSTS = {
+    "unshard gathered": 200.0,
+    "unshard noop": 2.0,
+    "reshard": 90.0,
+    "reduce": 700.0,
+    "reduce last": 900.0,
+}
 NODE_COST, OUTSIDE_COST, HOOK, KERNEL_BACKWARD = 50.0, 400.0, 12.0, 3.0
 CALLS = {
     "kernel_new": 6.0,

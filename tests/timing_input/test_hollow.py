@@ -13,7 +13,7 @@ from sim.commands.common import FIXTURES
 from sim.hollow import is_hollow
 from sim.hollow.mode import HollowMode
 from sim.hollow.routing import Routing
-from sim.hollow.run import ShapesRun, run_for_shapes
+from sim.session.shapes import ShapesRun, run_for_shapes
 
 SMALL = {
     "num_layers": 2,

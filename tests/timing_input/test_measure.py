@@ -73,7 +73,7 @@ def run_in_world(body: Callable[[], Any], num_ranks: int = 2) -> list[Any]:
     """Runs a function on fake ranks with Megatron's groups, and returns what each one returns."""
     from real.trace import Recorder, recording
     from sim.cuda import FakeDevice, use_device
-    from sim.megatron import megatron_on_fake_cuda, rank_state
+    from sim.session.megatron import megatron_on_fake_cuda, rank_state
 
     with megatron_on_fake_cuda():
         from sim.world import World, init_process_group

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-import gc
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from real.config import Scenario
-from real.trace import OpKind, Recorder, Sink, active_recorder, recording
+from real.trace import OpKind, Sink, active_recorder
 from real.variants import part_name
-from sim.cuda import FakeDevice, use_device
 from sim.cuda.device import active_device
 from sim.cuda.shapes import ShapeRecorder
 from sim.hollow.mode import REAL_FLOATS, HollowMode
 from sim.hollow.routing import Routing
-from sim.megatron import megatron_on_fake_cuda, rank_state
+from sim.session.megatron import frozen_imports, megatron_on_fake_cuda
+from sim.session.options import Progress, no_progress
+from sim.session.rank import rank_scope
+from sim.session.sinks import begin_trace
+from sim.session.subject import MFSDP2, Subject
+from sim.session.world import WorldOptions, make_world
 
-Progress = Callable[[str], None]
+if TYPE_CHECKING:
+    from real.mcore.jobs import Job
+
 _Watcher = Callable[[str, str], None]
 
 
@@ -51,6 +56,8 @@ class ShapesRun:
         real_floats: Largest number of elements of a floating-point tensor with values.
         marks_units: Also record begin and end of MFSDP's own work on a unit, as nodes such as
             "unshard gathered": for the calibration of host times.
+        tree: The Megatron tree to run, put before all others; None for the installed one.
+        replay: The command that repeats this run, for messages.
     """
 
     is_reference: bool = False
@@ -59,6 +66,8 @@ class ShapesRun:
     is_hollow: bool = True
     real_floats: int = REAL_FLOATS
     marks_units: bool = False
+    tree: Path | None = None
+    replay: str = ""
 
 
 def run_for_shapes(
@@ -67,8 +76,7 @@ def run_for_shapes(
     *,
     sinks: Sequence[Sink | None] = (),
     out: Path | None = None,
-    replay: str = "",
-    progress: Progress = lambda _: None,
+    progress: Progress = no_progress,
 ) -> ShapesResult:
     """Runs forward and backward of a scenario on all ranks, without arithmetic.
 
@@ -79,7 +87,6 @@ def run_for_shapes(
         options: What is left out.
         sinks: Where each rank's records go.
         out: The folder that the sinks write to, for the result.
-        replay: The command that repeats this run, for messages.
         progress: Shown one line of text now and then.
 
     Raises:
@@ -90,48 +97,48 @@ def run_for_shapes(
         for sink in sinks:
             if sink is not None:
                 stack.callback(sink.close)
-        stack.enter_context(megatron_on_fake_cuda())
-        from real.mcore import internals
-        from real.mcore.observe import recorded_nodes
-        from sim.world import World
-
+        stack.enter_context(megatron_on_fake_cuda(options.tree))
         started = time.perf_counter()
-        gc.freeze()
-        stack.callback(gc.unfreeze)
+        stack.enter_context(frozen_imports())
+        stack.enter_context(_watched(scenario, options))
 
         def body(rank: int) -> int:
-            return _run_rank(scenario, options, rank, sinks[rank], progress)
+            shown = progress if rank == 0 else no_progress
+            return _run_rank(scenario, options, rank, sinks[rank], shown)
 
-        world = World(scenario.world_size, state=rank_state(), replay=replay)
-        stack.enter_context(recorded_nodes())
-        begin, end = _named(scenario, options)
-        stack.enter_context(internals.watched_backwards(begin, end))
-        if options.marks_units:
-            stack.enter_context(internals.watched_units(_begin, _end))
+        world = make_world(scenario.world_size, WorldOptions(replay=options.replay))
         counts = world.run(body)
         wall_s = time.perf_counter() - started
     return ShapesResult(num_records=sum(counts), wall_s=wall_s, trace=out)
 
 
+@contextmanager
+def _watched(scenario: Scenario, options: ShapesRun) -> Iterator[None]:
+    """Records nodes, and what stands for them where the schedule has none."""
+    from real.mcore import internals
+
+    with ExitStack() as stack:
+        stack.enter_context(MFSDP2.watching())
+        stack.enter_context(internals.watched_backwards(*_named(scenario, options)))
+        if options.marks_units:
+            stack.enter_context(internals.watched_units(_begin, _end))
+        yield
+
+
 def _run_rank(
     scenario: Scenario, options: ShapesRun, rank: int, sink: Sink | None, progress: Progress
 ) -> int:
-    from real.mcore import internals, watch_table
+    from real.mcore import internals
     from real.mcore.model import initialize_parallel
-    from sim.world import init_process_group
 
-    recorder = Recorder(sink)
-    recorder.header(rank=rank, world_size=scenario.world_size, scenario=scenario.as_dict())
-    with ExitStack() as stack:
-        device = stack.enter_context(use_device(FakeDevice(rank, recorder)))
-        stack.enter_context(recording(recorder))
-        init_process_group(rank, scenario.world_size)
+    recorder = begin_trace(sink, rank, scenario.world_size, scenario)
+    with rank_scope(rank, scenario.world_size, recorder) as device, ExitStack() as stack:
         if options.is_hollow:
             stack.enter_context(HollowMode(options.routing, real_floats=options.real_floats))
         initialize_parallel(scenario)
-        job = _make_job(scenario, options)
-        if not options.is_reference:
-            watch_table.describe(job.model, device.storage_id)
+        subject = _subject(options)
+        job: Any = subject.make_job(scenario)
+        subject.describe(job, device.storage_id)
         begin, end = _named(scenario, options)
         stack.enter_context(internals.watched_layers(job.model.module, begin, end))
         stack.enter_context(internals.watched_finalize(job.model.config, _begin, _end))
@@ -141,11 +148,8 @@ def _run_rank(
             job.forward_backward(step)
             recorder.record(OpKind.STEP, step=step, event="end")
             job.clear_gradients()
-            if rank == 0:
-                progress(f"shapes: step {step + 1} of {options.steps}")
-        num_records = recorder.num_records
-        recorder.close()
-    return num_records
+            progress(f"shapes: step {step + 1} of {options.steps}")
+        return recorder.num_records
 
 
 def _named(scenario: Scenario, options: ShapesRun) -> tuple[_Watcher, _Watcher]:
@@ -182,10 +186,16 @@ def _end(name: str, direction: str, unit: str | None = None) -> None:
     active_recorder().record(OpKind.NODE_END, name=name, direction=direction)
 
 
-def _make_job(scenario: Scenario, options: ShapesRun) -> Any:
-    from real.mcore.jobs import FsdpJob, ReferenceJob
+def _subject(options: ShapesRun) -> Subject:
+    return (
+        Subject(name="reference", make_job=_make_overlapped_reference)
+        if options.is_reference
+        else MFSDP2
+    )
 
-    if options.is_reference:
-        is_overlapped = scenario.overlap_moe_expert_parallel_comm
-        return ReferenceJob(scenario, is_overlapped=is_overlapped)
-    return FsdpJob(scenario)
+
+def _make_overlapped_reference(scenario: Scenario) -> Job:
+    """Builds the model without FSDP, under the scenario's schedule."""
+    from real.mcore.jobs import ReferenceJob
+
+    return ReferenceJob(scenario, is_overlapped=scenario.overlap_moe_expert_parallel_comm)

@@ -10,9 +10,9 @@ from real.trace.recorder import Record
 from sim.checks import Access, Violation
 from sim.checks.base import unit_label
 from sim.faults import Fault, StallCollective, StallStream, format_fault, is_stall
-from sim.fuzz.order import RELEASED, REUSED, Outcome, Stalls, Surprise, run_order
-from sim.fuzz.program import Code, Program, build_program
-from sim.world.world import WorldError
+from sim.orders.order import RELEASED, REUSED, Outcome, Stalls, Surprise, run_order
+from sim.orders.program import Code, Program, build_program
+from sim.world import ErrorKind, WorldError
 
 _ROLE_OF_COLLECTIVE = {
     "all_gather": "all_gather",
@@ -151,7 +151,13 @@ def check_stalled(
     stalls, missed = stalls_of(faults, program)
     if missed:
         problem = f"All ranks finished, but fault '{format_fault(missed[0])}' never came up."
-        raise WorldError(problem, rank=missed[0].rank, standing=[], replay="")
+        raise WorldError(
+            problem,
+            kind=ErrorKind.UNUSED_FAULT,
+            rank=missed[0].rank,
+            standing=[],
+            replay="",
+        )
     for number in range(num_orders):
         outcome = run_order(program, f"stalled.{number}", stalls)
         violation = violation_of(outcome, program, traces)

@@ -17,20 +17,19 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import Any, Final
 
 import numpy as np
 import torch
 
-from real.config import Scenario
+from real.config import Scenario, ScenarioError
+from real.output import JobOutput, StepOutput
 from real.result import RunResult, judge
 from real.trace import Sink, trace_path
-from sim.runner import Progress
-from sim.world.gloo_rank import BOARD_BYTES, BoardFile
-from sim.world.world import WorldError
-
-if TYPE_CHECKING:
-    from real.mcore.jobs import JobOutput
+from sim.session.gloo_rank import BOARD_BYTES, BoardFile
+from sim.session.options import DEFAULTS, Progress, RunOptions, no_progress
+from sim.session.sinks import clear_folder
+from sim.world import ErrorKind, WorldError
 
 _ROOT: Final = Path(__file__).parents[2]
 _TIMEOUT_S: Final = 120.0
@@ -65,9 +64,9 @@ class _Process:
 
 @dataclass(kw_only=True)
 class _Failure:
+    kind: ErrorKind
     rank: int | None
     problem: str
-    is_lost: bool = False
     raised: str | None = None
 
 
@@ -100,42 +99,44 @@ class _Fleet:
 
 def run_gloo(
     scenario: Scenario,
+    options: RunOptions = DEFAULTS,
     *,
     out: Path | None,
     sinks: Sequence[Sink | None] = (),
-    progress: Progress = lambda _: None,
-    replay: str = "",
+    progress: Progress = no_progress,
 ) -> RunResult:
     """Runs all ranks of a scenario, and then of its reference, as processes on this machine.
 
     Args:
         scenario: The run.
+        options: How it is run, without faults; its subject is one that `find_subject` knows.
         out: The folder of the trace; each process writes its own file there unless there are sinks.
         sinks: Where each rank's records go after the run; none to leave them in `out`.
         progress: Shown one line of text now and then.
-        replay: The command that repeats this run, for messages.
 
     Raises:
         WorldError: A rank failed or died, or the ranks do not agree. No process is left.
+        ScenarioError: Faults are asked for, which only ranks in one process can have.
     """
+    if options.faults:
+        raise ScenarioError(f"Expected no faults of gloo processes, got {len(options.faults)}.")
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gloo-")))
         fleet = _Fleet()
         stack.callback(fleet.stop)
         trace = folder if any(sinks) else out
         if trace is not None and trace is not folder:
-            trace.mkdir(parents=True, exist_ok=True)
-            for old in trace.glob("rank*.jsonl"):
-                old.unlink()
+            clear_folder(trace)
         for rank in range(scenario.world_size):
-            fleet.processes.append(_start(scenario, rank, folder, trace))
+            fleet.processes.append(_start(scenario, options, rank, folder, trace))
         failure = _watch(fleet, progress)
         if failure is not None:
             raise WorldError(
                 failure.problem,
+                kind=failure.kind,
                 rank=failure.rank,
                 standing=fleet.standing(failure),
-                replay=replay,
+                replay=options.replay,
             )
         reports = [process.done or {} for process in fleet.processes]
         outputs, references = (
@@ -150,10 +151,13 @@ def run_gloo(
         num_records=sum(report["num_records"] for report in reports),
         wall_s=max(report["wall_s"] for report in reports),
         trace=out,
+        reference=options.reference,
     )
 
 
-def _start(scenario: Scenario, rank: int, folder: Path, trace: Path | None) -> _Process:
+def _start(
+    scenario: Scenario, options: RunOptions, rank: int, folder: Path, trace: Path | None
+) -> _Process:
     own = folder / f"process{rank}"
     own.mkdir()
     (own / "board").write_bytes(bytes(BOARD_BYTES))
@@ -161,7 +165,7 @@ def _start(scenario: Scenario, rank: int, folder: Path, trace: Path | None) -> _
     try:
         with (own / "stderr").open("wb") as stderr:
             popen = subprocess.Popen(
-                [sys.executable, "-m", "sim.world.gloo_rank"],
+                [sys.executable, "-m", "sim.session.gloo_rank"],
                 cwd=_ROOT,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
@@ -176,6 +180,11 @@ def _start(scenario: Scenario, rank: int, folder: Path, trace: Path | None) -> _
     )
     orders = {
         "scenario": scenario.as_dict(),
+        "subject": options.subject.name,
+        "reference": options.reference,
+        "tree": None if options.tree is None else str(options.tree.resolve()),
+        "kernel_steps": list(options.recorded_steps(scenario)),
+        "records_shapes": options.records_shapes,
         "rank": rank,
         "reports": child_end,
         "board": str(own / "board"),
@@ -204,7 +213,7 @@ def _watch(fleet: _Fleet, progress: Progress) -> _Failure | None:
                 failure = _read(key.data, progress)
                 if failure is not None:
                     selector.unregister(key.fd)
-                    if not failure.is_lost:
+                    if failure.kind is not ErrorKind.LOST:
                         return failure
                     lost = lost or failure
                     give_up = min(give_up, time.monotonic() + _GRACE_S)
@@ -217,7 +226,7 @@ def _watch(fleet: _Fleet, progress: Progress) -> _Failure | None:
             elif now - still_since > _STALL_S:
                 waiting = [str(p.rank) for p in fleet.processes if p.done is None]
                 problem = f"Deadlock: no rank can go on; waiting: {', '.join(waiting)}."
-                return _Failure(rank=None, problem=problem)
+                return _Failure(kind=ErrorKind.DEADLOCK, rank=None, problem=problem)
     return None
 
 
@@ -227,7 +236,7 @@ def _read(process: _Process, progress: Progress) -> _Failure | None:
     if not data and process.done is None:
         status = process.popen.wait()
         problem = f"Rank {process.rank} died with exit status {status}.{process.last_words()}"
-        return _Failure(rank=process.rank, problem=problem)
+        return _Failure(kind=ErrorKind.DIED, rank=process.rank, problem=problem)
     *lines, process.unread = (process.unread + data).split(b"\n")
     for line in lines:
         report = json.loads(line)
@@ -237,41 +246,24 @@ def _read(process: _Process, progress: Progress) -> _Failure | None:
             process.done = report
         else:
             return _Failure(
+                kind=ErrorKind(report["error"]),
                 rank=process.rank,
                 problem=report["problem"],
-                is_lost=report["is_lost"],
                 raised=report["raised"],
             )
     return None
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Step:
-    """What a process reported of one step; stands for `StepOutput`, which would import Megatron."""
-
-    loss: float
-    grad_norm: float
-    gradients: dict[str, torch.Tensor]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Job:
-    """What a process reported of one job; stands for `JobOutput`."""
-
-    steps: list[_Step]
-    weights: dict[str, torch.Tensor]
-
-
 def _load(folder: Path, label: str, report: dict[str, Any]) -> JobOutput:
     steps = [
-        _Step(
+        StepOutput(
             loss=numbers["loss"],
             grad_norm=numbers["grad_norm"],
             gradients=_load_arrays(folder / f"{label}{step}.npz"),
         )
         for step, numbers in enumerate(report[label])
     ]
-    return cast("JobOutput", _Job(steps=steps, weights=_load_arrays(folder / f"{label}.npz")))
+    return JobOutput(steps=steps, weights=_load_arrays(folder / f"{label}.npz"))
 
 
 def _load_arrays(path: Path) -> dict[str, torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import multiprocessing
 import os
 import pickle
@@ -26,7 +27,7 @@ class Aside:
     """A function on its way in a forked process.
 
     The copy starts with everything that is imported and swapped, so it costs no second start. Its
-    result must be plain data; an exception is raised again by `result`.
+    result must be plain data and tensors; an exception is raised again by `result`.
 
     Args:
         function: What to run. Its side effects stay in the copy.
@@ -61,7 +62,7 @@ class Aside:
             RuntimeError: The process died without an answer.
         """
         try:
-            error, value = self._receiver.recv()
+            error, value = pickle.loads(self._receiver.recv_bytes())
         except EOFError:
             self._process.join()
             raise RuntimeError(
@@ -117,7 +118,7 @@ def _run(
         answer = (None, function())
     except Exception as error:  # noqa: BLE001 - it is raised again on the other side
         answer = (_sendable(error), None)
-    sender.send(answer)
+    sender.send_bytes(_dumps(answer))
     sender.close()
     os._exit(0)  # no clean-up of what belongs to the original process
 
@@ -127,9 +128,25 @@ def _exit_with_original(lifeline: int) -> None:
     os._exit(1)
 
 
+class _Pickler(pickle.Pickler):
+    """Sends the values of tensors; torch would share memory that ends with this process."""
+
+    def reducer_override(self, value: Any) -> Any:
+        """Says how a tensor is made again on the other side."""
+        if isinstance(value, torch.Tensor):
+            return torch.from_numpy, (value.numpy(),)
+        return NotImplemented
+
+
+def _dumps(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    _Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+    return buffer.getvalue()
+
+
 def _sendable(error: Exception) -> Exception:
     try:
-        pickle.loads(pickle.dumps(error))
+        pickle.loads(_dumps(error))
     except Exception:  # noqa: BLE001 - anything may go wrong with a foreign exception
         return RuntimeError("".join(traceback.format_exception(error)))
     return error

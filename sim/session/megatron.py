@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import gc
 import importlib
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from real.config import ScenarioError
 from sim import te
 from sim.cuda.shapes import kernel
+from sim.swap import owner_of, swapped
 from sim.world.state import RankState
 
 
@@ -22,25 +26,34 @@ def _uncompiled(model: Any = None, **_: Any) -> Any:
 
 
 @contextmanager
-def megatron_on_fake_cuda() -> Iterator[None]:
+def megatron_on_fake_cuda(tree: Path | None = None) -> Iterator[None]:
     """Makes Megatron importable and its CUDA calls harmless for the length of the block.
 
     Megatron decorates small functions with torch.compile at import. Compiled code would ask for a
     real device and loading the compiler costs more than a whole scenario, so they stay as written.
+
+    Args:
+        tree: The folder that holds `megatron/core`; None for the one found first.
+
+    Raises:
+        ScenarioError: `megatron.core` is not in the tree, or is already imported from elsewhere.
     """
     with ExitStack() as stack:
+        if tree is not None:
+            stack.enter_context(first_on_path(tree))
         # Megatron and torch warn about each other's deprecated names, at import and at run time.
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         stack.enter_context(te.installed())
-        compile_function, torch.compile = torch.compile, _uncompiled
         # Imports make a million objects that all stay: collecting between them finds nothing.
         was_collecting = gc.isenabled()
         gc.disable()
         try:
-            importlib.import_module("real.mcore.jobs")
+            with swapped(torch, "compile", lambda _: _uncompiled):
+                if tree is not None:
+                    _check_origin(tree)
+                importlib.import_module("real.mcore.jobs")
         finally:
-            torch.compile = compile_function
             if was_collecting:
                 gc.enable()
         from sim.cuda import fake_cuda
@@ -51,18 +64,51 @@ def megatron_on_fake_cuda() -> Iterator[None]:
 
 
 @contextmanager
+def first_on_path(tree: Path) -> Iterator[None]:
+    """Puts a Megatron tree before all others for the length of the block.
+
+    Raises:
+        ScenarioError: It holds no `megatron/core`, or another one is already imported.
+    """
+    if not (tree / "megatron" / "core" / "__init__.py").is_file():
+        raise ScenarioError(f"Expected a Megatron tree with megatron/core, got {tree}.")
+    if "megatron.core" in sys.modules:
+        _check_origin(tree)
+    entry = str(tree.resolve())
+    sys.path.insert(0, entry)
+    try:
+        yield
+    finally:
+        sys.path.remove(entry)
+
+
+def _check_origin(tree: Path) -> None:
+    """Refuses a `megatron.core` of another tree, imported earlier or found by other means."""
+    was_imported = "megatron.core" in sys.modules
+    expected = (tree / "megatron" / "core").resolve()
+    found = Path(str(importlib.import_module("megatron.core").__file__)).parent.resolve()
+    if found != expected:
+        when = "already imported" if was_imported else "found first"
+        raise ScenarioError(f"Expected megatron.core of {expected}, got {found}, {when}.")
+
+
+@contextmanager
+def frozen_imports() -> Iterator[None]:
+    """Keeps the collector from what is imported: it stays, and has not to be looked through."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+@contextmanager
 def _uncompiled_helpers() -> Iterator[None]:
     """Puts plain Python where Megatron compiles C++ at first use: not every laptop can."""
     from real.mcore import internals
 
-    module_name, _, name = internals.SHARE_STORAGE_LOADER.rpartition(".")
-    module = importlib.import_module(module_name)
-    loader = getattr(module, name)
-    setattr(module, name, lambda: share_storage)
-    try:
+    with swapped(*owner_of(internals.SHARE_STORAGE_LOADER), lambda _: lambda: share_storage):
         yield
-    finally:
-        setattr(module, name, loader)
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""One rank as a process of its own: `sim.world.gloo` starts it and reads what it reports."""
+"""One rank as a process of its own: `sim.session.gloo` starts it and reads what it reports."""
 # ruff: noqa: BLE001 - whatever goes wrong is reported to the parent
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-    from real.mcore.jobs import JobOutput
+    from real.output import JobOutput
 
 _WAITING_OFFSET = 4
 _LENGTH_OFFSET = 5
@@ -89,34 +89,43 @@ def main() -> None:
     try:
         reports.send("done", **_run(orders, reports))
     except BaseException as error:
-        from sim.world.gloo_transport import LostRankError
         from sim.world.world import describe
 
         reports.send(
             "failed",
             problem=describe(orders["rank"], error),
             raised=type(error).__name__,
-            is_lost=isinstance(error, LostRankError),
+            error=_kind_of(error),
         )
     watcher.join()
+
+
+def _kind_of(error: BaseException) -> str:
+    from sim.world import ErrorKind, MismatchError
+    from sim.world.gloo_transport import LostRankError
+
+    if isinstance(error, LostRankError):
+        return ErrorKind.LOST
+    return ErrorKind.MISMATCH if isinstance(error, MismatchError) else ErrorKind.FAILED
 
 
 def _run(orders: dict[str, Any], reports: _Reports) -> dict[str, Any]:
     from sim.quiet import quiet
 
     quiet()
-    import gc
     import time
 
     import torch
     from torch._C._distributed_c10d import FileStore
 
     from real.config import Scenario
+    from real.reference import Reference
     from real.trace import JsonlSink, trace_path
-    from sim.megatron import megatron_on_fake_cuda, rank_state
-    from sim.rank import run_rank
+    from sim.session.megatron import frozen_imports, megatron_on_fake_cuda, rank_state
+    from sim.session.options import no_progress
+    from sim.session.rank import RankPlan, run_rank
+    from sim.session.subject import find_subject, reference_subject
     from sim.world.gloo_transport import Gloo
-    from sim.world.process_group import init_process_group
     from sim.world.state import torch_state
     from sim.world.world import run_as_rank
 
@@ -124,54 +133,43 @@ def _run(orders: dict[str, Any], reports: _Reports) -> dict[str, Any]:
     rank: int = orders["rank"]
     board = BoardFile(Path(orders["board"]))
     torch.set_num_threads(1)
-    num_records = 0
-    with megatron_on_fake_cuda():
-        from real.mcore.observe import recorded_nodes
-
-        gc.freeze()  # as in process
+    tree = None if orders["tree"] is None else Path(orders["tree"])
+    with megatron_on_fake_cuda(tree), frozen_imports():
         started = time.perf_counter()
         state = [*torch_state(), *rank_state()]
         store = FileStore(orders["store"], scenario.world_size)
         host = _Host(Gloo(store, rank, orders["timeout_s"], board))
 
-        def train(is_reference: bool) -> list[dict[str, float]]:
-            nonlocal num_records
-            label = "reference" if is_reference else "scenario"
+        def show(text: str) -> None:
+            reports.send("progress", text=text)
 
-            def on_step(step: int) -> None:
-                if rank == 0:
-                    text = f"{label}: step {step + 1} of {scenario.train_iters}"
-                    reports.send("progress", text=text)
-
-            file = None
-            if orders["trace"] is not None and not is_reference:
-                file = JsonlSink(trace_path(Path(orders["trace"]), rank))
-            sink = _Counting(file)
-            outputs = run_as_rank(
-                host,
-                rank,
-                state,
-                lambda: run_rank(
-                    scenario,
+        def train(plan: RankPlan, sink: _Counting) -> list[dict[str, float]]:
+            progress = show if rank == 0 else no_progress
+            with plan.subject.watching():
+                outputs = run_as_rank(
+                    host,
                     rank,
-                    is_reference=is_reference,
-                    sink=sink,
-                    start=init_process_group,
-                    on_step=on_step,
-                ),
-            )
-            if not is_reference:
-                num_records = sink.num_records
-            return _save(Path(orders["results"]), label, outputs)
+                    state,
+                    lambda: run_rank(scenario, plan, rank, sink=sink, progress=progress),
+                )
+            return _save(Path(orders["results"]), plan.subject.label, outputs)
 
-        with recorded_nodes():
-            losses = train(is_reference=False)
-        references = train(is_reference=True)
+        folder = orders["trace"]
+        file = None if folder is None else JsonlSink(trace_path(Path(folder), rank))
+        sink = _Counting(file)
+        plan = RankPlan(
+            subject=find_subject(orders["subject"]),
+            kernel_steps=orders["kernel_steps"],
+            records_shapes=orders["records_shapes"],
+        )
+        losses = train(plan, sink)
+        reference = reference_subject(Reference(orders["reference"]))
+        references = train(RankPlan(subject=reference), _Counting(None))
     board.post("finished", is_waiting=True)
     return {
         "scenario": losses,
         "reference": references,
-        "num_records": num_records,
+        "num_records": sink.num_records,
         "wall_s": time.perf_counter() - started,
     }
 

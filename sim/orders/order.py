@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from sim.fuzz.program import Code, Late, Program, Use
+from sim.orders.program import Code, Late, Program, Use
 
 _LONGEST_BURST: Final = 12
 _NO_END: Final = 1 << 60

@@ -1,0 +1,1 @@
+"""Legal orders of what a trace gives its devices to do, and what each order shows."""
