@@ -228,8 +228,9 @@ def upgraded(record: dict[str, object], version: int) -> dict[str, object]:
         return {**record, "schema": SCHEMA_VERSION}
     if record["op"] == OpKind.NAME and isinstance(record.get("name"), str):
         unit, _, kind = str(record["name"]).partition(":")
-        rest = {name: value for name, value in record.items() if name != "name"}
-        return {**rest, "unit": unit, "kind": kind}
+        split = {"name": {"unit": unit, "kind": kind}}
+        fields = (split.get(name, {name: value}) for name, value in record.items())
+        return {name: value for field in fields for name, value in field.items()}
     return record
 
 

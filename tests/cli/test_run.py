@@ -176,3 +176,45 @@ def test_kernels_are_recorded_in_the_steps_asked_for(
         if record["op"] == "kernel":
             seen.add(step)
     assert seen == steps
+
+
+# -- rules that must be judged ------------------------------------------------------------------
+
+
+def test_a_run_says_what_its_trace_could_not_show(
+    sim: Callable[..., Outcome], tmp_path: Path
+) -> None:
+    """Nothing is captured in it; all else is there, and gradients are judged by value."""
+    outcome = sim("run", *SMALL, "--require", "I1,I14,I20", "--out", tmp_path)
+    assert outcome.status == 0
+    assert "\nnot judged: I19 (no CAPTURE records)\n" in outcome.out
+
+
+def test_a_required_rule_that_a_run_cannot_show_fails_it(
+    sim: Callable[..., Outcome], tmp_path: Path
+) -> None:
+    """As a script sees it: the problem is one of the run's."""
+    outcome = sim("run", *SMALL, "--require", "I19", "--json", "--out", tmp_path)
+    assert outcome.status == 1
+    result = json.loads(outcome.out)
+    assert result["problems"] == ["required and not judged: I19 (no CAPTURE records)"]
+    assert (result["passed"], result["not_judged"]) == (False, {"I19": "no CAPTURE records"})
+    assert (result["required"], result["incomplete"]) == (["I19"], [])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--require", "I22"], "Expected rules I1 to I21 in --require, got 'I22'."),
+        (["--require", "I1", "--world", "gloo"], "a run whose trace is judged, got --world gloo."),
+        (["--require", "I1", "--shapes-only"], "a run whose trace is judged, got --shapes-only."),
+    ],
+)
+def test_a_rule_that_no_run_can_show_is_refused_in_one_line(
+    words: list[str], said: str, sim: Callable[..., Outcome], tmp_path: Path
+) -> None:
+    """Before anything runs."""
+    outcome = sim("run", *SMALL, *words, "--out", tmp_path)
+    assert (outcome.status, outcome.out) == (2, "")
+    assert said in outcome.err
+    assert outcome.err.count("\n") == 1

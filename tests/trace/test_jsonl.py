@@ -410,18 +410,20 @@ def test_ranks_of_two_runs_are_no_whole_run(
 
 
 def test_a_trace_of_the_schema_before_is_read_as_one_of_this(tmp_path: Path) -> None:
-    """It named a storage in one text; what was recorded on rented GPUs must stay readable."""
+    """It named a storage in one text; the two fields stand where that stood, as if written now."""
     path = write_rank(tmp_path)
     change_line(path, 1, lambda record: record.update(schema=2))
     named = {"seq": 2, "op": "name", "storage": 7, "name": "decoder.layers.0:full weight"}
+    named["bytes"] = 64
     change_line(path, 3, lambda record: (record.clear(), record.update(named)))
-    assert read_trace(path).records[1] == {
-        "seq": 2,
-        "op": "name",
-        "storage": 7,
-        "unit": "decoder.layers.0",
-        "kind": "full weight",
-    }
+    assert list(read_trace(path).records[1].items()) == [
+        ("seq", 2),
+        ("op", "name"),
+        ("storage", 7),
+        ("unit", "decoder.layers.0"),
+        ("kind", "full weight"),
+        ("bytes", 64),
+    ]
 
 
 def test_a_name_in_one_text_is_refused_in_this_schema(tmp_path: Path) -> None:
