@@ -36,8 +36,8 @@ def record_alone(
     scenarios: Mapping[Path, Scenario], seat: Seat, monkeypatch: pytest.MonkeyPatch
 ) -> dict[Path, TraceResult]:
     """Runs what `real trace` runs, on a fake device that itself records nothing."""
-    from sim.session.megatron import megatron_on_fake_cuda, rank_state
     from sim.quiet import quiet
+    from sim.session.megatron import megatron_on_fake_cuda
 
     results: dict[Path, TraceResult] = {}
     with ExitStack() as stack:
@@ -45,7 +45,7 @@ def record_alone(
         quiet()
         stack.enter_context(megatron_on_fake_cuda())
         from real.gpu import trace, world
-        from sim.world import World
+        from sim.session.world import make_world
 
         monkeypatch.setattr(world, "preflight", lambda *_: None)
         monkeypatch.setattr(trace, "GpuRecorder", partial(GpuRecorder, priority=lambda _: 0))
@@ -55,7 +55,7 @@ def record_alone(
                 results.update(trace.run_traces(scenarios, seat=seat))
 
         # A world of one, so that process-wide state is back to what it was at the end.
-        World(1, state=rank_state()).run(body)
+        make_world(1).run(body)
     return results
 
 
@@ -140,8 +140,8 @@ def bench_alone(
     """Runs what `real bench` runs, on a fake device of small memory."""
     import torch
 
-    from sim.session.megatron import megatron_on_fake_cuda, rank_state
     from sim.quiet import quiet
+    from sim.session.megatron import megatron_on_fake_cuda
 
     found: dict[str, dict[str, Any]] = {}
     scenario = load_scenario(CONFIGS / "combined-1.toml").changed(world_size=seat.world_size)
@@ -150,7 +150,7 @@ def bench_alone(
         quiet()
         stack.enter_context(megatron_on_fake_cuda())
         from real.gpu import bench, world
-        from sim.world import World
+        from sim.session.world import make_world
 
         monkeypatch.setattr(world, "preflight", lambda *_: None)
 
@@ -160,7 +160,7 @@ def bench_alone(
             with use_device(FakeDevice(0, Recorder())):
                 found.update(bench.run_bench(scenario, variants, repeats=1, seat=seat, warmup=0))
 
-        World(1, state=rank_state()).run(body)
+        make_world(1).run(body)
         monkeypatch.undo()
     return found
 
