@@ -19,8 +19,10 @@ import pytest
 from real.config import Scenario, load_scenario
 from real.gpu.loopback import LOSSES_MEAN_NOTHING, Seat
 from real.gpu.recorder import GpuRecorder
-from real.trace import Recorder, Trace, read_traces, trace_path
+from real.targets import RELEASED, Hosted
+from real.trace import MemorySink, Recorder, Trace, read_traces, trace_of, trace_path
 from sim.cuda import FakeDevice, use_device
+from sim.diff import canonical_text
 from tests.conformance.conftest import CONFIGS, ROOT
 from tests.conformance.test_conformance import GOLDEN, NAMES, differences
 from tests.conformance.test_four_ranks import CONFIGS as FOUR_CONFIGS
@@ -33,7 +35,10 @@ if TYPE_CHECKING:
 
 
 def record_alone(
-    scenarios: Mapping[Path, Scenario], seat: Seat, monkeypatch: pytest.MonkeyPatch
+    scenarios: Mapping[Path, Scenario],
+    seat: Seat,
+    monkeypatch: pytest.MonkeyPatch,
+    hosted: Hosted = RELEASED,
 ) -> dict[Path, TraceResult]:
     """Runs what `real trace` runs, on a fake device that itself records nothing."""
     from sim.quiet import quiet
@@ -52,7 +57,7 @@ def record_alone(
 
         def body(_: int) -> None:
             with use_device(FakeDevice(0, Recorder())):
-                results.update(trace.run_traces(scenarios, seat=seat))
+                results.update(trace.run_traces(scenarios, hosted=hosted, seat=seat))
 
         # A world of one, so that process-wide state is back to what it was at the end.
         make_world(1).run(body)
@@ -101,6 +106,41 @@ def test_a_rank_of_4_alone_does_what_its_golden_trace_says(
     assert result.text() == f"{result.num_records} records of rank {rank}, {LOSSES_MEAN_NOTHING}"
     told = result.as_dict()
     assert (told["peers"], told["rank"], told["note"]) == ("loopback", rank, LOSSES_MEAN_NOTHING)
+
+
+def simulated(scenario: Scenario, target: str) -> list[Trace]:
+    """Returns what `sim run --target` records of every rank."""
+    from sim.quiet import quiet
+    from sim.session.megatron import megatron_on_fake_cuda
+    from sim.session.rank import RankPlan
+    from sim.session.subject import find_subject
+    from sim.session.world import make_world, train
+
+    sinks = [MemorySink() for _ in range(scenario.world_size)]
+    with warnings.catch_warnings():
+        quiet()
+        with megatron_on_fake_cuda():
+            plan = RankPlan(subject=find_subject(target))
+            train(make_world(scenario.world_size), scenario, plan, sinks=sinks)
+    return [trace_of(sink.records) for sink in sinks]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["mfsdp1", "mfsdp1:optim_grads"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_of_another_target_alone_does_what_the_simulation_says(
+    target: str, rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Megatron's own hooks; the header says whose."""
+    scenario = load_scenario(CONFIGS / "combined-2-delayed.toml").changed(num_layers=2)
+    expected = simulated(scenario, target)[rank]
+    record_alone({tmp_path: scenario}, Seat(rank, 2), monkeypatch, Hosted(target))
+    trace = only_trace(tmp_path)
+    assert differences(canonical_text(expected), trace) == []
+    assert len(canonical_text(expected).splitlines()) > 400
+    for field in ("target", "megatron"):
+        assert trace.header[field] == expected.header[field]
+    assert trace.header["target"] == target
 
 
 @pytest.mark.slow
