@@ -13,7 +13,7 @@ import torch
 from real.config import Scenario
 from real.gpu.host import rotated, time_hooks_and_units
 from real.gpu.jobs import make_job
-from real.gpu.loopback import Seat, padded_with_zeros
+from real.gpu.loopback import Seat
 from real.gpu.world import gpu_world
 from real.targets import DEFAULT, RELEASED, Hosted
 from real.variants import target_of
@@ -123,8 +123,7 @@ def _time_variants(
     for name in variants:
         gc.collect()
         before = torch.cuda.memory_allocated()
-        with padded_with_zeros(seat):
-            jobs[name] = make_job(scenario, name, hosted.target)
+        jobs[name] = make_job(scenario, name, hosted.target, seat)
         gc.collect()
         rest[name] = torch.cuda.memory_allocated() - before
         on_progress(f"the making of {name}")

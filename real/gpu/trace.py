@@ -15,11 +15,11 @@ import torch
 
 from real.config import Scenario, ScenarioError
 from real.gpu.durations import DeviceTimes, HoldingSink
-from real.gpu.loopback import BACKEND, LOSSES_MEAN_NOTHING, Seat, padded_with_zeros
+from real.gpu.loopback import BACKEND, LOSSES_MEAN_NOTHING, Seat, built_alone
 from real.gpu.observe import observed
 from real.gpu.recorder import GpuRecorder
 from real.gpu.world import gpu_world
-from real.targets import RELEASED, Hosted, find_target
+from real.targets import RELEASED, Hosted, Target, find_target
 from real.trace import JsonlSink, trace_path
 
 if TYPE_CHECKING:
@@ -120,8 +120,9 @@ def run_traces(
         scenarios: What to train, by the folder that the trace goes to; of equal parallel sizes.
         hosted: The target that trains them, and of which Megatron.
         seat: The rank that this process stands for, alone; None for one that torchrun launched.
-        num_warmup: Forwards and backwards that are not recorded, before the first step: libraries
-            compile and choose kernels in the first one, and wait for the device meanwhile.
+        num_warmup: Forwards and backwards that are not recorded, of a job that is built before and
+            dropped: libraries compile and choose kernels in the first one, and wait for the device
+            meanwhile.
         has_durations: Also record when things were issued and run.
         num_timed: Steps to time with and without a record, by turns, after the trace is written.
         on_progress: Called after each recorded step with what has ended.
@@ -161,6 +162,8 @@ def _record(
     from real.mcore.jobs import run_job
 
     target = find_target(hosted.target)
+    if num_warmup:
+        _warm_up(target, scenario, seat, num_warmup)
     points = target.points()
     file = open_file(out, rank, scenario.world_size, is_alone=seat is not None)
     with ExitStack() as stack:
@@ -173,12 +176,9 @@ def _record(
             peers=None if seat is None else BACKEND,
             **hosted.identity(),
         )
-        with _recorded(recorder, points), padded_with_zeros(seat):
+        with _recorded(recorder, points), built_alone(seat, target):
             job = target.build(scenario)
             target.describe(job, recorder.storage_number)
-        for _ in range(num_warmup):
-            job.forward_backward(0)
-            job.clear_gradients()
         with _recorded(recorder, points):
             output = run_job(
                 job, scenario, on_step=lambda step: on_progress(f"step {step} of {out}")
@@ -195,6 +195,23 @@ def _record(
         recorded_ms=times[1],
         seat=seat,
     )
+
+
+def _warm_up(target: Target, scenario: Scenario, seat: Seat | None, num_warmup: int) -> None:
+    """Runs steps of a job that is then dropped: some targets do other things in their first step.
+
+    The job that is recorded starts as new, so its first step is the one that a simulation has.
+    """
+    with built_alone(seat, target):
+        job = target.build(scenario)
+    for _ in range(num_warmup):
+        job.forward_backward(0)
+        job.clear_gradients()
+    torch.cuda.synchronize()
+    job.release()
+    del job
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def _recorder(file: JsonlSink, *, has_durations: bool) -> GpuRecorder:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Final
 
 import torch
@@ -68,6 +69,10 @@ class Mfsdp1:
     def reference(self, scenario: Scenario) -> Mfsdp1Job:
         """Builds the model under the plain schedule."""
         return Mfsdp1Job(scenario, self.strategy, is_overlapped=False)
+
+    def alone(self) -> AbstractContextManager[None]:
+        """Makes a context in which ranks tell where their shards lie, and nobody judges it."""
+        return mfsdp1.unjudged_shards()
 
     def bounds(self) -> dict[str, int]:
         """Returns nothing: how far MFSDP v1 gathers ahead is a number of elements."""

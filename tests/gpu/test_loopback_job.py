@@ -19,10 +19,12 @@ import pytest
 from real.config import Scenario, load_scenario
 from real.gpu.loopback import LOSSES_MEAN_NOTHING, Seat
 from real.gpu.recorder import GpuRecorder
-from real.targets import RELEASED, Hosted
+from real.targets import RELEASED, Hosted, TargetError
 from real.trace import MemorySink, Recorder, Trace, read_traces, trace_of, trace_path
+from real.variants import variants_of
 from sim.cuda import FakeDevice, use_device
 from sim.diff import canonical_text
+from sim.world import WorldError
 from tests.conformance.conftest import CONFIGS, ROOT
 from tests.conformance.test_conformance import GOLDEN, NAMES, differences
 from tests.conformance.test_four_ranks import CONFIGS as FOUR_CONFIGS
@@ -174,8 +176,31 @@ def test_the_bench_times_one_rank_and_says_so(monkeypatch: pytest.MonkeyPatch) -
         assert (values["peers"], values["rank"]) == ("loopback", 5)
 
 
+@pytest.mark.slow
+def test_the_bench_times_another_target_beside_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A target's own variant holds for its kind; our hooks' costs are ours alone."""
+    names = [*variants_of("mfsdp1"), "mfsdp_combined"]
+    found = bench_alone(Seat(0, 2), names, monkeypatch, Hosted("mfsdp1:optim_grads"))
+    assert list(found) == ["mfsdp1_plain", "mfsdp1_combined", "mfsdp_combined"]
+    assert all(values["step_ms"] > 0 for values in found.values())
+    targets = [values.get("target") for values in found.values()]
+    assert targets == ["mfsdp1:optim_grads", "mfsdp1:optim_grads", None]
+    assert [bool(values["host"]) for values in found.values()] == [False, False, True]
+
+
+@pytest.mark.slow
+def test_the_bench_refuses_a_tree_that_a_target_does_not_fit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The release has no wrapper that joins MFSDP v2 itself."""
+    with pytest.raises(WorldError) as raised:
+        bench_alone(Seat(0, 2), ["native_combined"], monkeypatch)
+    assert isinstance(raised.value.__cause__, TargetError)
+    assert "that target 'native' fits, got one without megatron." in str(raised.value.__cause__)
+
+
 def bench_alone(
-    seat: Seat, variants: list[str], monkeypatch: pytest.MonkeyPatch
+    seat: Seat, variants: list[str], monkeypatch: pytest.MonkeyPatch, hosted: Hosted = RELEASED
 ) -> dict[str, dict[str, Any]]:
     """Runs what `real bench` runs, on a fake device of small memory."""
     import torch
@@ -198,7 +223,10 @@ def bench_alone(
             monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 7)
             monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 12)
             with use_device(FakeDevice(0, Recorder())):
-                found.update(bench.run_bench(scenario, variants, repeats=1, seat=seat, warmup=0))
+                timed = bench.run_bench(
+                    scenario, variants, repeats=1, hosted=hosted, seat=seat, warmup=0
+                )
+                found.update(timed)
 
         make_world(1).run(body)
         monkeypatch.undo()
