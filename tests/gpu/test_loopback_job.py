@@ -50,7 +50,7 @@ def record_alone(
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         quiet()
-        stack.enter_context(megatron_on_fake_cuda())
+        stack.enter_context(megatron_on_fake_cuda(hosted.tree))
         from real.gpu import trace, world
         from sim.session.world import make_world
 
@@ -213,7 +213,7 @@ def bench_alone(
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         quiet()
-        stack.enter_context(megatron_on_fake_cuda())
+        stack.enter_context(megatron_on_fake_cuda(hosted.tree))
         from real.gpu import bench, world
         from sim.session.world import make_world
 
