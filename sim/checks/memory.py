@@ -107,6 +107,11 @@ def most_packed(trace: Trace) -> int | None:
     return 1 if declared is None and is_ours(trace) else declared
 
 
+def kept_units(trace: Trace) -> set[UnitKey]:
+    """Returns the units whose full weights stay over the border of a step, as the target says."""
+    return {unit for unit, record in declared_units(trace).items() if record.get("kept")}
+
+
 def check_memory(traces: Sequence[Trace]) -> list[Violation]:
     """Checks that every rank rests at its baseline and stays within the bound of its policy."""
     return [violation for trace in traces for violation in _check_rank(trace)]
@@ -198,7 +203,7 @@ def _check_rank(trace: Trace) -> list[Violation]:
     )
     packed: set[UnitKey] = set()
     packed_bound = most_packed(trace)
-    kept = {unit for unit, record in declared_units(trace).items() if record.get("kept")}
+    kept = kept_units(trace)
     for change in _changes(trace):
         if change.is_step:
             for (unit, kind), count in sorted(live.items()):

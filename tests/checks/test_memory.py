@@ -12,7 +12,7 @@ import pytest
 
 from real.config import Scenario, load_scenario
 from real.trace import MemorySink, Trace
-from sim.checks import fsdp_bytes
+from sim.checks import fsdp_bytes, judge
 from sim.checks.memory import check_memory
 from sim.quiet import quiet
 from sim.session.options import RunOptions
@@ -190,4 +190,6 @@ def test_a_kept_unit_may_stay_over_the_border_of_a_step(story: Story) -> None:
     kept = [
         {**record, "kept": True} if record["op"] == "unit" else record for record in trace.records
     ]
-    assert check_memory([dataclasses.replace(trace, records=kept)]) == []
+    silent = dataclasses.replace(trace, records=kept)
+    assert check_memory([silent]) == []
+    assert judge([silent]).reach.partly["I3"].endswith("the target keeps layers.0 gathered")
