@@ -115,7 +115,11 @@ class Mfsdp1F1B(_BaseDataParallel):
         is_fine_grained: bool | None = None,
     ) -> None:
         super().__init__(config=config, module=module)
-        self.ddp_config = SimpleNamespace(data_parallel_sharding_strategy=_SHARDING_STRATEGY)
+        # What the schedule asks a wrapper: the first in training, the other in evaluation, where
+        # True would make it call a method that MFSDP v1 alone has.
+        self.ddp_config = SimpleNamespace(
+            data_parallel_sharding_strategy=_SHARDING_STRATEGY, use_megatron_fsdp=False
+        )
         self._context = internals.initialize_context(module)
         internals.keep_accumulators(module)
         self._handle: HookHandle | None = None
