@@ -58,8 +58,14 @@ def forward_step(
     return output, partial(_loss, batch["loss_mask"])
 
 
-def run_step(model: Any, scenario: Scenario, step: int) -> float:
+def run_step(model: Any, scenario: Scenario, step: int, *, is_evaluation: bool = False) -> float:
     """Runs forward and backward of one step; gradients are ready to read afterwards.
+
+    Args:
+        model: The model in its wrapper.
+        scenario: The run.
+        step: Chooses the data.
+        is_evaluation: Run the forward alone, without gradients.
 
     Returns:
         The loss of the step: mean over microbatches and data-parallel ranks.
@@ -71,7 +77,7 @@ def run_step(model: Any, scenario: Scenario, step: int) -> float:
         num_microbatches=scenario.num_microbatches,
         seq_length=scenario.seq_length,
         micro_batch_size=scenario.micro_batch_size,
-        forward_only=False,
+        forward_only=is_evaluation,
     )
     loss = torch.stack([output["lm loss"] for output in outputs]).mean()
     torch.distributed.all_reduce(

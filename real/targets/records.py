@@ -46,7 +46,13 @@ def record_roles(all_gather: Any, reduce_scatter: Any) -> None:
 
 
 def record_unit(
-    unit: str, *, parameters: Iterable[nn.Parameter], num_bytes: int, ranks: list[int], divisor: int
+    unit: str,
+    *,
+    parameters: Iterable[nn.Parameter],
+    num_bytes: int,
+    ranks: list[int],
+    divisor: int,
+    is_kept: bool = False,
 ) -> None:
     """Records a unit: its size, the ranks that share it, and what its mean gradient is divided by.
 
@@ -56,6 +62,7 @@ def record_unit(
         num_bytes: Bytes of its full parameters, padding included.
         ranks: Global ranks that its parameters are spread over.
         divisor: Of the mean over `ranks`.
+        is_kept: Whether its full weights stay over the border of a step.
     """
     all_parameters = list(parameters)
     active_recorder().record(
@@ -66,6 +73,7 @@ def record_unit(
         bytes=num_bytes,
         ranks=ranks,
         divisor=divisor,
+        **({"kept": True} if is_kept else {}),
     )
 
 

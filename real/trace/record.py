@@ -186,8 +186,9 @@ _OPTIONAL_OF: Final[dict[OpKind, dict[str, tuple[type, ...]]]] = {
     # The other rank of a message; messages are numbered per pair and direction.
     OpKind.COLLECTIVE: {"peer": _INT},
     OpKind.COLLECTIVE_WAIT: {"peer": _INT, "kind": _STR},
-    # Ranks that hold the shards, and what gradients are divided by before they are reduced.
-    OpKind.UNIT: {"ranks": _LIST, "divisor": _INT},
+    # Ranks that hold the shards, what gradients are divided by before they are reduced, and whether
+    # its full weights stay where they are over the border of a step.
+    OpKind.UNIT: {"ranks": _LIST, "divisor": _INT, "kept": _BOOL},
     # Whether autograd is running: a forward hook seen then belongs to a recomputation.
     OpKind.HOOK: {"in_backward": _BOOL},
 }

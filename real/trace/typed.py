@@ -244,6 +244,7 @@ class Unit(OfUnit):
     bytes: int
     ranks: NotRequired[list[int]]
     divisor: NotRequired[int]
+    kept: NotRequired[bool]
 
 
 class Parameter(AnyRecord):

@@ -9,8 +9,8 @@ from typing import Any, Final
 import simpy
 
 from sim.bench.figure import Figure
-from sim.timing.engine import run_program
-from sim.timing.program import (
+from sim.timing.replay.engine import run_program
+from sim.timing.replay.program import (
     COLLECTIVE,
     KERNEL,
     RECORD,

@@ -7,7 +7,7 @@ of I12 is here for whole communicators.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import zip_longest
 from typing import Final
 
@@ -49,10 +49,12 @@ def check_collectives(traces: Sequence[Trace]) -> list[Violation]:
                 else:
                     key = (record["group"], members.get(record["group"], ()))
                     calls.setdefault(key, {}).setdefault(trace.rank, []).append(record)
+    # A trace that was cut short lacks the partners of calls that others still made.
+    whole = {trace.rank for trace in traces if trace.is_complete}
     for (group, _), by_rank in sorted(calls.items()):
-        _compare_ranks(group, by_rank, reporters)
+        _compare_ranks(group, by_rank, reporters, whole)
     for pair, by_kind in sorted(messages.items()):
-        _compare_messages(pair, by_kind, reporters)
+        _compare_messages(pair, by_kind, reporters, whole)
     return [violation for reporter in reporters.values() for violation in reporter.found]
 
 
@@ -64,7 +66,10 @@ def _pair(record: Record, rank: int) -> tuple[str, int, int]:
 
 
 def _compare_ranks(
-    group: str, by_rank: dict[int, list[Record]], reporters: dict[int, Reporter]
+    group: str,
+    by_rank: dict[int, list[Record]],
+    reporters: dict[int, Reporter],
+    whole: Collection[int],
 ) -> None:
     other_rank, other = min(by_rank.items())
     for rank, mine in sorted(by_rank.items()):
@@ -80,7 +85,8 @@ def _compare_ranks(
                     second=_access(a, rank, reporters),
                 )
                 return
-        if len(mine) != len(other):
+        shorter = rank if len(mine) < len(other) else other_rank
+        if len(mine) != len(other) and shorter in whole:
             longer = max((mine, rank), (other, other_rank), key=lambda side: len(side[0]))
             extra = longer[0][min(len(mine), len(other))]
             reporters[rank].report(
@@ -105,13 +111,18 @@ def _differences(a: Record, b: Record) -> Iterator[str]:
 
 
 def _compare_messages(
-    pair: tuple[str, int, int], by_kind: dict[str, list[Record]], reporters: dict[int, Reporter]
+    pair: tuple[str, int, int],
+    by_kind: dict[str, list[Record]],
+    reporters: dict[int, Reporter],
+    whole: Collection[int],
 ) -> None:
     group, source, target = pair
     if source not in reporters or target not in reporters:
         return  # a trace that does not name the other rank
     for sent, received in zip_longest(by_kind["send"], by_kind["recv"]):
         if sent is None or received is None:
+            if (source if sent is None else target) not in whole:
+                return
             rank = target if sent is None else source
             record = received if sent is None else sent
             reporters[rank].report(

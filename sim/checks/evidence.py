@@ -7,11 +7,13 @@ from typing import Final
 
 from real.trace import OpKind, Trace
 from real.trace.recorder import Record
+from sim.checks.memory import most_packed
 from sim.checks.rules import (
     BOUND,
     COUNTED,
     DIVISORS,
     GATHERS,
+    PACKED_BOUND,
     REDUCTIONS,
     SEVERAL_RANKS,
     named,
@@ -41,6 +43,8 @@ def evidence_of(trace: Trace, num_ranks: int) -> frozenset[str]:
         words.add(SEVERAL_RANKS)
     if most_unsharded(trace) is not None:
         words.add(BOUND)
+    if most_packed(trace) is not None:
+        words.add(PACKED_BOUND)
     return frozenset(words)
 
 

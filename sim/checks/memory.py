@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from real.trace import OpKind, Trace
-from real.trace.read import Named, UnitKey, declared_units, named_of, unit_or_none
+from real.trace.read import Named, UnitKey, bound, declared_units, named_of, unit_or_none
 from sim.checks.base import Reporter, Violation, unit_label
-from sim.checks.rules import BOUND, REDUCTIONS, Judges, named, records_of
-from sim.checks.units import most_unsharded
+from sim.checks.rules import BOUND, PACKED_BOUND, REDUCTIONS, Judges, named, records_of
+from sim.checks.units import is_ours, most_unsharded
 
 FULL: Final = "full weight"
 PACKED: Final = "packed gradient"
@@ -94,8 +94,22 @@ JUDGES: Final = (
     Judges("I3", _FULL_BYTES),
     Judges("I3", _GRADIENT_BYTES, is_whole=False),
     Judges("I20", (*_FULL_BYTES, records_of(OpKind.UNIT), BOUND)),
-    Judges("I20", _GRADIENT_BYTES, is_whole=False),
+    Judges("I20", (*_GRADIENT_BYTES, PACKED_BOUND), is_whole=False),
 )
+
+
+def most_packed(trace: Trace) -> int | None:
+    """Returns how many units may have packed gradients at once, or None where nobody says.
+
+    The target says it in the header; our hooks pack one unit's at a time.
+    """
+    declared = bound(trace, "packed")
+    return 1 if declared is None and is_ours(trace) else declared
+
+
+def kept_units(trace: Trace) -> set[UnitKey]:
+    """Returns the units whose full weights stay over the border of a step, as the target says."""
+    return {unit for unit, record in declared_units(trace).items() if record.get("kept")}
 
 
 def check_memory(traces: Sequence[Trace]) -> list[Violation]:
@@ -182,16 +196,18 @@ def _check_rank(trace: Trace) -> list[Violation]:
     live: Counter[tuple[UnitKey, str]] = Counter()
     full = {unit: record["bytes"] for unit, record in declared_units(trace).items()}
     num_units = most_unsharded(trace)
-    bound = (
+    most_bytes = (
         None
         if num_units is None or not full
         else sum(sorted(full.values(), reverse=True)[:num_units])
     )
     packed: set[UnitKey] = set()
+    packed_bound = most_packed(trace)
+    kept = kept_units(trace)
     for change in _changes(trace):
         if change.is_step:
             for (unit, kind), count in sorted(live.items()):
-                if count and kind in _TRANSIENT:
+                if count and kind in _TRANSIENT and unit not in kept:
                     reporter.report(
                         "I3",
                         f"{count} bytes of {kind} of unit {unit_label(unit)} are not released at "
@@ -202,26 +218,27 @@ def _check_rank(trace: Trace) -> list[Violation]:
                     live[unit, kind] = 0
             continue
         live[change.unit, change.kind] += change.bytes
-        if change.kind == FULL and bound is not None and change.bytes > 0:
+        if change.kind == FULL and most_bytes is not None and change.bytes > 0:
             total = sum(count for (_, kind), count in live.items() if kind == FULL)
-            if total > bound:
+            if total > most_bytes:
                 reporter.report(
                     "I20",
-                    f"Expected at most {bound} bytes of full weights ({num_units} units), got "
+                    f"Expected at most {most_bytes} bytes of full weights ({num_units} units), got "
                     f"{total}.",
                     unit=change.unit,
                     seq=change.seq,
                 )
-                bound = None  # once a run: the rest follows from it
+                most_bytes = None  # once a run: the rest follows from it
         elif change.kind == PACKED:
             if live[change.unit, PACKED]:
                 packed.add(change.unit)
             else:
                 packed.discard(change.unit)
-            if len(packed) > 1 and change.bytes > 0:
+            if packed_bound is not None and len(packed) > packed_bound and change.bytes > 0:
+                at_once = "one unit" if packed_bound == 1 else f"{packed_bound} units"
                 reporter.report(
                     "I20",
-                    f"Expected packed gradients of one unit at a time, got those of "
+                    f"Expected packed gradients of {at_once} at a time, got those of "
                     f"{', '.join(str(unit_label(unit)) for unit in sorted(packed))}.",
                     unit=change.unit,
                     seq=change.seq,

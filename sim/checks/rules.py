@@ -85,8 +85,9 @@ DIVISORS: Final = "divisor UNIT"
 
 SEVERAL_RANKS: Final = "traces of other ranks"
 BOUND: Final = "bound of unsharded units"
+PACKED_BOUND: Final = "bound of packed gradients"
 
-_NO_RECORDS: Final = (SEVERAL_RANKS, BOUND)
+_NO_RECORDS: Final = (SEVERAL_RANKS, BOUND, PACKED_BOUND)
 
 
 def text_of_missing(missing: Collection[str], ranks: Collection[int] = ()) -> str:

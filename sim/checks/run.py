@@ -32,7 +32,7 @@ from sim.checks.collectives import check_collectives
 from sim.checks.fences import check_fences
 from sim.checks.gradients import check_gradients
 from sim.checks.hygiene import check_hygiene
-from sim.checks.memory import check_memory
+from sim.checks.memory import check_memory, kept_units
 from sim.checks.ownership import check_ownership
 from sim.checks.phases import check_phases
 from sim.checks.recompute import check_recompute
@@ -109,6 +109,10 @@ def judge(
     broken = {violation.rule for violation in violations}
     every = [judges for of_check in JUDGES.values() for judges in of_check]
     partly, not_judged = unseen(traces, every, also)
+    kept = sorted({str(unit) for trace in traces for unit in kept_units(trace)})
+    if kept and "I3" not in not_judged:
+        told = f"the target keeps {', '.join(kept)} gathered"
+        partly["I3"] = "; ".join(filter(None, [partly.get("I3"), told]))
     for rule in broken & not_judged.keys():  # who is found out was judged
         partly[rule] = not_judged.pop(rule)
     reach = Reach(

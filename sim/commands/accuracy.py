@@ -14,7 +14,7 @@ from sim.commands.common import FIXTURES, Progress, fail, no_progress, progress_
 
 if TYPE_CHECKING:
     from real.trace import Trace
-    from sim.timing.accuracy import Measured
+    from sim.timing.fit.accuracy import Measured
 
 MOST_FITTED: Final = 4
 """Configurations that may be fitted: the others are what the model is judged by."""
@@ -45,7 +45,7 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     """Predicts and compares."""
-    from sim.timing.costfile import CostError, load_cluster
+    from sim.timing.costs.costfile import CostError, load_cluster
 
     try:
         measured = _read(arguments.measured)
@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     from sim.quiet import quiet
 
     quiet()
-    from sim.timing.accuracy import Factors, as_table, fit, judge, predict
+    from sim.timing.fit.accuracy import Factors, as_table, fit, judge, predict
 
     progress = no_progress if arguments.json else progress_line()
     source = _Traces(arguments.grid, arguments.traces, progress)
@@ -96,7 +96,7 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
 
 
 def _read(path: Path) -> list[Measured]:
-    from sim.timing.accuracy import Measured
+    from sim.timing.fit.accuracy import Measured
 
     entries = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
     return [
@@ -138,7 +138,7 @@ class _Traces:
 
     def _make(self, measured: Measured) -> list[Trace]:
         from real.trace import read_traces
-        from sim.timing.small import traces_of
+        from sim.timing.fit.small import traces_of
 
         self._progress(f"shapes: {measured.name}")
         scenario = load_scenario(self._grid / f"{measured.config}.toml")

@@ -53,8 +53,8 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
         small = measured["small"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         return fail(f"Expected measurements and a cost file to start from, got: {error!r}.")
-    from sim.timing.accuracy import Factors
-    from sim.timing.costfile import CostError, load_cluster, parse_cluster
+    from sim.timing.costs.costfile import CostError, load_cluster, parse_cluster
+    from sim.timing.fit.accuracy import Factors
 
     try:
         parse_cluster(base, arguments.base)
@@ -73,10 +73,10 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     from sim.quiet import quiet
 
     quiet()
-    from sim.timing.hostfit import host_costs
-    from sim.timing.measured import apply_factors, device_costs, source_of, to_toml
-    from sim.timing.reconcile import reconcile
-    from sim.timing.small import small_models
+    from sim.timing.fit.hostfit import host_costs
+    from sim.timing.fit.measured import apply_factors, device_costs, source_of, to_toml
+    from sim.timing.fit.reconcile import reconcile
+    from sim.timing.fit.small import small_models
 
     found = small_models(measured, Scenario(**small))
     content = host_costs(measured, found.timed, device_costs(measured, base))

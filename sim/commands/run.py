@@ -8,7 +8,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from real.config import Scenario, load_scenario
 from real.flags import add_scenario_flags, scenario_overrides
@@ -26,9 +26,13 @@ from sim.commands.common import (
     no_progress,
     progress_line,
 )
+from sim.commands.traceback import frames_of
 from sim.faults import needs_kernels
 from sim.hosting import add_hosting_flags, refuse_unfit, subject_of
 from sim.session.subject import MFSDP2
+
+if TYPE_CHECKING:
+    from sim.world import WorldError
 
 
 def add(commands: Any) -> None:
@@ -160,8 +164,7 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
             )
     except WorldError as error:
         progress("")
-        print(f"sim: {error}", file=sys.stderr)
-        return DIFFERS
+        return _say_failed(error, is_json=arguments.json)
     progress("")
     problems = result.problems()
     if arguments.json:
@@ -169,6 +172,28 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     else:
         print(format_table(scenario, result))
     return DIFFERS if problems else 0
+
+
+def _say_failed(error: WorldError, *, is_json: bool) -> int:
+    """Says how a run failed, where in whose code, and what the checks find in it up to there."""
+    frames = frames_of(error.__cause__)
+    if is_json:
+        failure = {
+            "passed": False,
+            "error": error.problem,
+            "kind": error.kind.value,
+            "rank": error.rank,
+            "standing": error.standing,
+            "traceback": frames,
+            "violations": [violation.as_dict() for violation in error.findings],
+        }
+        print(json.dumps(failure))
+    print(f"sim: {error}", file=sys.stderr)
+    for frame in frames:
+        print(f"  raised in {frame}", file=sys.stderr)
+    for violation in [] if is_json else error.findings:
+        print(violation)
+    return DIFFERS
 
 
 def _run_for_shapes(

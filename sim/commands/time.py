@@ -11,9 +11,9 @@ from typing import Any, Final
 
 from real.trace import read_traces
 from sim.commands.common import fail
-from sim.timing.costfile import CostError, load_cluster
-from sim.timing.program import ReplayError
-from sim.timing.report import report, text
+from sim.timing.answers.report import report, text
+from sim.timing.costs.costfile import CostError, load_cluster
+from sim.timing.replay.program import ReplayError
 
 DEFAULT_CLUSTER: Final = "h200-x2"
 

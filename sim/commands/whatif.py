@@ -12,11 +12,11 @@ from typing import Any
 from real.trace import read_traces
 from sim.commands.common import fail, no_progress, progress_line
 from sim.commands.time import add_cluster
-from sim.timing.costfile import CostError, load_cluster
-from sim.timing.plot import PlotError, check_plot, draw
-from sim.timing.program import ReplayError
-from sim.timing.variants import KNOBS, KnobError, Part, parse_setting
-from sim.timing.whatif import Grid, band_line, table, what_if
+from sim.timing.answers.plot import PlotError, check_plot, draw
+from sim.timing.answers.variants import KNOBS, KnobError, Part, parse_setting
+from sim.timing.answers.whatif import Grid, band_line, table, what_if
+from sim.timing.costs.costfile import CostError, load_cluster
+from sim.timing.replay.program import ReplayError
 
 _BAR = 24
 

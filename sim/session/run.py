@@ -12,8 +12,15 @@ from typing import TYPE_CHECKING
 from real.config import Scenario
 from real.result import RunResult, judge
 from real.trace import Sink, Trace
-from sim.checks import RULES_BY_VALUE, check_numerics, declared_units
+from sim.checks import (
+    RULES_BY_VALUE,
+    Violation,
+    check_numerics,
+    check_traces,
+    declared_units,
+)
 from sim.checks import judge as judge_traces
+from sim.checks.errors import violations_of_error
 from sim.orders.findings import check_stalled
 from sim.session.aside import Aside, can_fork
 from sim.session.megatron import frozen_imports, megatron_on_fake_cuda
@@ -22,6 +29,7 @@ from sim.session.rank import RankPlan
 from sim.session.sinks import KeepingSink, keeping, traces_of
 from sim.session.subject import reference_subject
 from sim.session.world import WorldOptions, make_world, train
+from sim.world import WorldError
 
 if TYPE_CHECKING:
     from real.output import JobOutput
@@ -62,7 +70,11 @@ def run_in_process(
             aside = Aside(lambda: run_reference(scenario, options, progress=progress))
             stack.callback(aside.stop)
         title = options.subject.title()
-        outputs = _train(scenario, options, kept, progress)
+        try:
+            outputs = _train(scenario, options, kept, progress)
+        except WorldError as error:
+            error.findings = _found_so_far(error, kept, options.replay)
+            raise
         traces = traces_of(kept)
         verdict = judge_traces(
             traces,
@@ -90,6 +102,14 @@ def run_in_process(
         violations=tuple(str(v) for v in violations),
         reach=verdict.reach,
     )
+
+
+def _found_so_far(error: WorldError, sinks: Sequence[KeepingSink], replay: str) -> list[Violation]:
+    """Judges what a failed run has recorded; what the error itself stands for comes last."""
+    if any(not sink.records for sink in sinks):
+        return []  # a rank did not come as far as its header
+    traces = traces_of(sinks, why_incomplete="the run failed")
+    return [*check_traces(traces, replay=replay or None), *violations_of_error(error, traces)]
 
 
 def record_traces(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import Any
 
@@ -32,7 +33,10 @@ class WorldError(RuntimeError):
         kind: What that is, for those who decide by it.
         rank: The rank at which it was noticed, or None for a deadlock.
         standing: One line a rank: where it stands.
+        findings: What the checks say of the traces up to there, once somebody has asked them.
     """
+
+    findings: Sequence[Any] = ()
 
     def __init__(
         self, problem: str, *, kind: ErrorKind, rank: int | None, standing: list[str], replay: str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import pytest
@@ -195,3 +196,16 @@ def test_a_message_without_its_match_is_found(story: Story, received: str, end: 
 def test_one_rank_has_nobody_to_differ_from(story: Story) -> None:
     """A trace may be looked at alone."""
     assert check_collectives([story(GATHERS)]) == []
+
+
+def test_a_rank_that_was_cut_short_owes_no_partner(story: Story) -> None:
+    """It may have ended before its call; that the trace was cut short is said by itself."""
+    call = "1: all_gather of layers.0 1 -> 2"
+    longer, shorter = story(f"{call}\n{call}"), story(call, rank=1)
+    assert [violation.rule for violation in check_collectives([longer, shorter])] == ["I12"]
+    cut = dataclasses.replace(shorter, is_complete=False, why_incomplete="no end record")
+    assert check_collectives([longer, cut]) == []
+    # What both did is compared all the same.
+    other = story("1: reduce_scatter of layers.0 1 -> 2", rank=1)
+    cut = dataclasses.replace(other, is_complete=False, why_incomplete="no end record")
+    assert [violation.rule for violation in check_collectives([longer, cut])] == ["I11"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import warnings
 from collections.abc import Callable, Sequence
@@ -11,7 +12,7 @@ import pytest
 
 from real.config import Scenario, load_scenario
 from real.trace import MemorySink, Trace
-from sim.checks import fsdp_bytes
+from sim.checks import fsdp_bytes, judge
 from sim.checks.memory import check_memory
 from sim.quiet import quiet
 from sim.session.options import RunOptions
@@ -155,3 +156,40 @@ def test_bytes_of_zero_3_are_those_of_the_closed_form() -> None:
         counted = fsdp_bytes(trace)
         assert counted is not None
         assert (counted.resting_bytes, counted.peak_bytes) == _expected(scenario)
+
+
+PACKED_TWICE = """
+    unit a bytes 64
+    unit b bytes 64
+    1: allocate 3 64
+    1: reduce_scatter of a 3 -> 4
+    1: allocate 5 64
+    1: reduce_scatter of b 5 -> 6
+"""
+
+
+def test_packed_gradients_are_bounded_by_what_the_target_declares(story: Story) -> None:
+    """One unit's at a time is the policy of our hooks; others have theirs or say nothing."""
+    ours = story(PACKED_TWICE)
+    assert [violation.rule for violation in check_memory([ours])] == ["I20"]
+    silent = dataclasses.replace(ours, header={"target": "mfsdp1"})
+    assert check_memory([silent]) == []
+    two = dataclasses.replace(ours, header={"target": "mfsdp1", "bounds": {"packed": 2}})
+    assert check_memory([two]) == []
+    one = dataclasses.replace(ours, header={"target": "mfsdp1", "bounds": {"packed": 1}})
+    [violation] = check_memory([one])
+    assert violation.message == (
+        "Expected packed gradients of one unit at a time, got those of a, b."
+    )
+
+
+def test_a_kept_unit_may_stay_over_the_border_of_a_step(story: Story) -> None:
+    """What belongs to no unit of MFSDP v1 is gathered once and never released."""
+    trace = story(BUFFERS.format(used="", released=""))
+    assert [violation.rule for violation in check_memory([trace])] == ["I3"]
+    kept = [
+        {**record, "kept": True} if record["op"] == "unit" else record for record in trace.records
+    ]
+    silent = dataclasses.replace(trace, records=kept)
+    assert check_memory([silent]) == []
+    assert judge([silent]).reach.partly["I3"].endswith("the target keeps layers.0 gathered")

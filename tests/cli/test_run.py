@@ -218,3 +218,21 @@ def test_a_rule_that_no_run_can_show_is_refused_in_one_line(
     assert (outcome.status, outcome.out) == (2, "")
     assert said in outcome.err
     assert outcome.err.count("\n") == 1
+
+
+def test_a_failed_run_is_judged_and_says_in_whose_code_it_failed(
+    sim: Callable[..., Outcome], tmp_path: Path
+) -> None:
+    """With the error alone a reader would have to run `sim check`, and to search for the line."""
+    fault = "lose-callback rank=1 unit=decoder.layers.0 point=post_gradient"
+    size = "--num-layers 2 --ranks 2 --num-microbatches 2 --steps 1".split()
+    status, out, err = sim("run", *size, "--fault", fault, "--json", "--out", tmp_path)
+    assert status == 1
+    failure = json.loads(out)
+    assert (failure["passed"], failure["rank"], failure["kind"]) == (False, 1, "a rank raised")
+    assert [(v["rule"], v["unit"]) for v in failure["violations"]] == [("I5", "decoder.layers.0")]
+    assert re.fullmatch(
+        r"real/hooks/scheduler\.py:\d+ in _zero_fill: raise ContractError\(",
+        failure["traceback"][-1],
+    )
+    assert f"  raised in {failure['traceback'][-1]}\n" in err

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sim.timing.program import (
+from sim.timing.replay.program import (
     COLLECTIVE,
     KERNEL,
     RECORD,

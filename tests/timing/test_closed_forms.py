@@ -3,8 +3,8 @@
 import pytest
 from stories import Story, collective
 
-from sim.timing.engine import Times, run_program
-from sim.timing.program import CollectiveSpec, Program, ReplayError
+from sim.timing.replay.engine import Times, run_program
+from sim.timing.replay.program import CollectiveSpec, Program, ReplayError
 
 
 def run(

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from sim.timing.costfile import COSTS, CostError, Curve, cluster_names, load_cluster
+from sim.timing.costs.costfile import COSTS, CostError, Curve, cluster_names, load_cluster
 
 
 @pytest.mark.parametrize("name", cluster_names())

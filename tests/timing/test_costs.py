@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 
-from sim.timing.collectives import Placement, collective_ns, place
-from sim.timing.costfile import Curve, load_cluster
-from sim.timing.costs import CostModel
-from sim.timing.kernels import kernel_class, work_of
+from sim.timing.costs.collectives import Placement, collective_ns, place
+from sim.timing.costs.costfile import Curve, load_cluster
+from sim.timing.costs.kernels import kernel_class, work_of
+from sim.timing.costs.model import CostModel
 
 H100 = load_cluster("h100")
 FLAT = Curve(sizes=(1.0,), values=(1.0,))

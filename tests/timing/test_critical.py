@@ -5,13 +5,13 @@ import itertools
 import pytest
 from records import Rank, layer_trace
 
-from sim.timing.breakdown import break_down, hidden_share
-from sim.timing.costfile import load_cluster
-from sim.timing.costs import CostModel
-from sim.timing.critical import by_kind, critical_path, lane_share
-from sim.timing.intervals import overlap, total, union
-from sim.timing.lower import AS_RECORDED, Conditions
-from sim.timing.replay import Replay, replay
+from sim.timing.answers.breakdown import break_down, hidden_share
+from sim.timing.costs.costfile import load_cluster
+from sim.timing.costs.model import CostModel
+from sim.timing.replay.critical import by_kind, critical_path, lane_share
+from sim.timing.replay.intervals import overlap, total, union
+from sim.timing.replay.lower import AS_RECORDED, Conditions
+from sim.timing.replay.timeline import Replay, replay
 
 CLUSTER = load_cluster("h200-x2")
 

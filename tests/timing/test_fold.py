@@ -4,12 +4,12 @@ import pytest
 from records import layer_trace
 
 from sim.bench.timing import make_dag
-from sim.timing.costfile import load_cluster
-from sim.timing.costs import CostModel
-from sim.timing.engine import run_program
-from sim.timing.fold import fold, growing_groups, repeated, replay_folded, unfold
-from sim.timing.lower import Conditions, lower
-from sim.timing.program import Program, ReplayError
+from sim.timing.costs.costfile import load_cluster
+from sim.timing.costs.model import CostModel
+from sim.timing.replay.engine import run_program
+from sim.timing.replay.fold import fold, growing_groups, repeated, replay_folded, unfold
+from sim.timing.replay.lower import Conditions, lower
+from sim.timing.replay.program import Program, ReplayError
 
 MODEL = CostModel(load_cluster("h100"))
 

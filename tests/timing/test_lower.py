@@ -4,11 +4,11 @@ import pytest
 from records import Rank, layer_trace
 
 from real.trace import Trace
-from sim.timing.costfile import HOST_CALLS, load_cluster
-from sim.timing.costs import CostModel
-from sim.timing.lower import AS_RECORDED, Conditions
-from sim.timing.program import ReplayError
-from sim.timing.replay import Replay, replay
+from sim.timing.costs.costfile import HOST_CALLS, load_cluster
+from sim.timing.costs.model import CostModel
+from sim.timing.replay.lower import AS_RECORDED, Conditions
+from sim.timing.replay.program import ReplayError
+from sim.timing.replay.timeline import Replay, replay
 
 CLUSTER = load_cluster("h200-x2")
 FREE = CLUSTER.changed(

@@ -2,10 +2,10 @@
 
 from records import Rank
 
-from sim.timing.costfile import HOST_CALLS, load_cluster
-from sim.timing.costs import CostModel
-from sim.timing.memory import CachingAllocator, MemoryTimeline, memory_timeline
-from sim.timing.replay import replay
+from sim.timing.costs.costfile import HOST_CALLS, load_cluster
+from sim.timing.costs.model import CostModel
+from sim.timing.replay.memory import CachingAllocator, MemoryTimeline, memory_timeline
+from sim.timing.replay.timeline import replay
 
 MIB = 1 << 20
 CLUSTER = load_cluster("h200-x2").changed(host=dict.fromkeys(HOST_CALLS, 0.0), launch_latency_ns=0)

@@ -6,12 +6,12 @@ import pytest
 from records import layer_trace
 from stories import Story, collective
 
-from sim.timing.costfile import load_cluster
-from sim.timing.costs import CostModel
-from sim.timing.engine import Times, run_program
-from sim.timing.fold import fold
-from sim.timing.program import COLLECTIVE, KERNEL, RECORD, WAIT, Program
-from sim.timing.replay import replay
+from sim.timing.costs.costfile import load_cluster
+from sim.timing.costs.model import CostModel
+from sim.timing.replay.engine import Times, run_program
+from sim.timing.replay.fold import fold
+from sim.timing.replay.program import COLLECTIVE, KERNEL, RECORD, WAIT, Program
+from sim.timing.replay.timeline import replay
 
 SEEDS = range(25)
 CLUSTER = load_cluster("h200-x2")

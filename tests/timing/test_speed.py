@@ -1,7 +1,7 @@
 """The engine stays fast: measured against a bare SimPy loop in the same process."""
 
 from sim.bench.timing import figures, make_dag
-from sim.timing.engine import run_program
+from sim.timing.replay.engine import run_program
 
 
 def test_an_operation_costs_no_more_than_a_few_bare_timeouts() -> None:

@@ -12,14 +12,14 @@ import pytest
 from records import Rank, layer_trace, write_traces
 
 from sim.cli import main
-from sim.timing import plot
-from sim.timing.costfile import load_cluster
-from sim.timing.costs import CostModel
-from sim.timing.program import ReplayError
-from sim.timing.replay import replay
-from sim.timing.rewrite import Rewrite
-from sim.timing.variants import KNOBS, KnobError, Variant, parse_setting
-from sim.timing.whatif import Grid, judge, what_if
+from sim.timing.answers import plot
+from sim.timing.answers.rewrite import Rewrite
+from sim.timing.answers.variants import KNOBS, KnobError, Variant, parse_setting
+from sim.timing.answers.whatif import Grid, judge, what_if
+from sim.timing.costs.costfile import load_cluster
+from sim.timing.costs.model import CostModel
+from sim.timing.replay.program import ReplayError
+from sim.timing.replay.timeline import replay
 
 CLUSTER = load_cluster("h200")
 

@@ -8,12 +8,12 @@ import pytest
 
 from real.config import Scenario, load_scenario
 from sim.commands.common import FIXTURES
-from sim.timing.costfile import Cluster, load_cluster
-from sim.timing.costs import CostModel
-from sim.timing.fold import replay_folded
-from sim.timing.hostfit import OUTSIDE, count_calls
-from sim.timing.lower import step_records
-from sim.timing.small import traces_of
+from sim.timing.costs.costfile import Cluster, load_cluster
+from sim.timing.costs.model import CostModel
+from sim.timing.fit.hostfit import OUTSIDE, count_calls
+from sim.timing.fit.small import traces_of
+from sim.timing.replay.fold import replay_folded
+from sim.timing.replay.lower import step_records
 
 UNIT_COSTS = {
     "unshard gathered": 200.0,

@@ -12,13 +12,13 @@ import pytest
 from real.config import Scenario
 from real.trace import Trace
 from sim.cli import main
-from sim.timing.accuracy import Factors, Measured, Prediction, fit, judge, predict
-from sim.timing.costfile import Cluster, load_cluster
-from sim.timing.costs import CostModel
-from sim.timing.fold import replay_folded
-from sim.timing.hostfit import least_squares
-from sim.timing.reconcile import SmallModel, reconcile
-from sim.timing.small import small_models, traces_of
+from sim.timing.costs.costfile import Cluster, load_cluster
+from sim.timing.costs.model import CostModel
+from sim.timing.fit.accuracy import Factors, Measured, Prediction, fit, judge, predict
+from sim.timing.fit.hostfit import least_squares
+from sim.timing.fit.reconcile import SmallModel, reconcile
+from sim.timing.fit.small import small_models, traces_of
+from sim.timing.replay.fold import replay_folded
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +106,7 @@ def test_factors_in_a_file_are_those_in_a_model() -> None:
     import tomllib
 
     from sim.commands.common import FIXTURES
-    from sim.timing.measured import apply_factors, to_toml
+    from sim.timing.fit.measured import apply_factors, to_toml
 
     factors = Factors(host=1.1, sharding=0.9, matrix=0.8, memory=1.2)
     path = FIXTURES / "costs" / "h200.toml"

@@ -290,6 +290,7 @@ def _describe_bucket(bucket: Bucket) -> None:
         num_bytes=weights.bucket_index.size * weights.data.element_size(),
         ranks=list(ranks),
         divisor=1 if scale is None else round(1 / (scale * len(ranks))),
+        is_kept=bucket.unit == "",  # of no module that MFSDP v1 treats as a unit: never released
     )
     for name, parameter in zip(bucket.names, group.params, strict=True):
         record_parameter(bucket.unit, [name], parameter)

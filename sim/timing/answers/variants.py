@@ -14,9 +14,9 @@ from enum import StrEnum
 from typing import Any, Final
 
 from real.config import Scenario, flag
-from sim.timing.costfile import Cluster
-from sim.timing.lower import Conditions
-from sim.timing.rewrite import COMMUNICATORS, EVENTS, STREAMS, Rewrite
+from sim.timing.answers.rewrite import COMMUNICATORS, EVENTS, STREAMS, Rewrite
+from sim.timing.costs.costfile import Cluster
+from sim.timing.replay.lower import Conditions
 
 Value = float | int | str | bool
 

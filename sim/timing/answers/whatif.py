@@ -19,13 +19,13 @@ from typing import Any, Final
 
 from real.config import Scenario
 from real.trace import MemorySink, Trace
-from sim.timing.breakdown import break_down, summary
-from sim.timing.costfile import Cluster
-from sim.timing.costs import CostModel
-from sim.timing.fold import replay_folded
-from sim.timing.memory import memory_timeline
-from sim.timing.program import ReplayError
-from sim.timing.variants import KNOBS, Part, Value, Variant
+from sim.timing.answers.breakdown import break_down, summary
+from sim.timing.answers.variants import KNOBS, Part, Value, Variant
+from sim.timing.costs.costfile import Cluster
+from sim.timing.costs.model import CostModel
+from sim.timing.replay.fold import replay_folded
+from sim.timing.replay.memory import memory_timeline
+from sim.timing.replay.program import ReplayError
 
 LEAST_DIFFERENCE: Final = 0.02
 """Smallest difference that is ever called, as a share of the step."""

@@ -15,7 +15,7 @@ from typing import Final
 
 from real.trace import Trace
 from real.trace.recorder import Record
-from sim.timing.replay import Replay
+from sim.timing.replay.timeline import Replay
 
 _MIB: Final = 1 << 20
 _ROUND: Final = 512

@@ -11,9 +11,9 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from sim.timing.accuracy import SHARDING_CALLS, Factors
-from sim.timing.costfile import KERNEL_CLASSES
-from sim.timing.kernels import variant_of, work_of
+from sim.timing.costs.costfile import KERNEL_CLASSES
+from sim.timing.costs.kernels import variant_of, work_of
+from sim.timing.fit.accuracy import SHARDING_CALLS, Factors
 
 Content = dict[str, Any]
 """A cost file as `tomllib` reads it."""
@@ -135,7 +135,7 @@ def _set_links(content: Content, collectives: Sequence[Mapping[str, Any]], sourc
 
 
 def _bytes_sent(kind: str, num_bytes: float, ranks: int = 2) -> float:
-    """Returns what a rank sends, as `sim.timing.collectives` counts it."""
+    """Returns what a rank sends, as `sim.timing.costs.collectives` counts it."""
     whole = num_bytes * ranks if kind == "all_gather" else num_bytes
     if kind == "all_reduce":
         whole *= 2

@@ -24,7 +24,7 @@ from typing import Any, Final
 import simpy
 from simpy.events import Event
 
-from sim.timing.program import (
+from sim.timing.replay.program import (
     COLLECTIVE,
     KERNEL,
     RECORD,

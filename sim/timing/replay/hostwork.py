@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from real.trace.recorder import Record
-from sim.timing.costs import CostModel
+from sim.timing.costs.model import CostModel
 
 _LAUNCHES: Final = ("kernel", "collective")
 

@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 from real.trace import Trace
 from real.trace.recorder import Record
-from sim.timing.costs import CostModel
-from sim.timing.engine import Times, run_program
-from sim.timing.hostwork import HostWork, host_work
-from sim.timing.lower import AS_RECORDED, Conditions, Place, lower, step_records
-from sim.timing.program import COLLECTIVE, KERNEL
+from sim.timing.costs.model import CostModel
+from sim.timing.replay.engine import Times, run_program
+from sim.timing.replay.hostwork import HostWork, host_work
+from sim.timing.replay.lower import AS_RECORDED, Conditions, Place, lower, step_records
+from sim.timing.replay.program import COLLECTIVE, KERNEL
 
 
 class Span(NamedTuple):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from sim.timing.whatif import Row
+from sim.timing.answers.whatif import Row
 
 FORMATS: Final = (".svg", ".png")
 

@@ -18,11 +18,11 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
 from real.trace import Trace
-from sim.timing.collectives import Placement, is_all_to_all, place
-from sim.timing.costs import CostModel
-from sim.timing.engine import run_program
-from sim.timing.lower import AS_RECORDED, Conditions, Place, lower
-from sim.timing.program import (
+from sim.timing.costs.collectives import Placement, is_all_to_all, place
+from sim.timing.costs.model import CostModel
+from sim.timing.replay.engine import run_program
+from sim.timing.replay.lower import AS_RECORDED, Conditions, Place, lower
+from sim.timing.replay.program import (
     COLLECTIVE,
     KERNEL,
     CollectiveSpec,
@@ -31,7 +31,7 @@ from sim.timing.program import (
     RankProgram,
     ReplayError,
 )
-from sim.timing.replay import Replay
+from sim.timing.replay.timeline import Replay
 
 
 @dataclass(frozen=True, kw_only=True)

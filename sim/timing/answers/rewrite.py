@@ -13,7 +13,7 @@ from typing import Final
 
 from real.trace import Trace
 from real.trace.recorder import Record
-from sim.timing.program import ReplayError
+from sim.timing.replay.program import ReplayError
 
 RECORDED: Final = "recorded"
 STREAMS: Final = (RECORDED, "unified", "separate")

@@ -19,7 +19,7 @@ from typing import Any, Final
 import numpy as np
 
 from real.trace.recorder import Record
-from sim.timing.measured import Content, source_of
+from sim.timing.fit.measured import Content, source_of
 
 OUTSIDE: Final = "step"
 """Key of what is inside no node."""

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from real.trace.recorder import Record
-from sim.timing.collectives import is_all_to_all
-from sim.timing.hostwork import HostWork
-from sim.timing.kernels import kernel_class
-from sim.timing.program import COLLECTIVE, KERNEL, RECORD
-from sim.timing.replay import Replay
+from sim.timing.costs.collectives import is_all_to_all
+from sim.timing.costs.kernels import kernel_class
+from sim.timing.replay.hostwork import HostWork
+from sim.timing.replay.program import COLLECTIVE, KERNEL, RECORD
+from sim.timing.replay.timeline import Replay
 
 _HOST_WORDS = {
     "kernel": "kernel launches",

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from real.trace.recorder import Record
-from sim.timing.collectives import Placement, collective_ns, place
-from sim.timing.costfile import Cluster, CostError, Curve, cluster_names, load_cluster
-from sim.timing.kernels import Shape, Work, variant_of, work_of
+from sim.timing.costs.collectives import Placement, collective_ns, place
+from sim.timing.costs.costfile import Cluster, CostError, Curve, cluster_names, load_cluster
+from sim.timing.costs.kernels import Shape, Work, variant_of, work_of
 
 __all__ = ["Cluster", "CostError", "CostModel", "cluster_names", "load_cluster"]
 

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from real.trace import Trace
-from sim.timing.breakdown import RankBreakdown, break_down, summary
-from sim.timing.costfile import Cluster
-from sim.timing.costs import CostModel
-from sim.timing.critical import by_kind, critical_path, lane_share
-from sim.timing.fold import replay_folded
-from sim.timing.memory import memory_timeline
-from sim.timing.replay import Replay
+from sim.timing.answers.breakdown import RankBreakdown, break_down, summary
+from sim.timing.costs.costfile import Cluster
+from sim.timing.costs.model import CostModel
+from sim.timing.replay.critical import by_kind, critical_path, lane_share
+from sim.timing.replay.fold import replay_folded
+from sim.timing.replay.memory import memory_timeline
+from sim.timing.replay.timeline import Replay
 
 NUM_ITEMS: Final = 10
 """Items of the critical path that are shown."""

@@ -12,9 +12,9 @@ from real.trace import MemorySink, Trace, read_traces
 from real.variants import is_reference, part_name, vary
 from sim.session import sinks
 from sim.session.shapes import ShapesRun, run_for_shapes
-from sim.timing.hostfit import Timed, count_calls
-from sim.timing.lower import step_records
-from sim.timing.reconcile import SmallModel
+from sim.timing.fit.hostfit import Timed, count_calls
+from sim.timing.fit.reconcile import SmallModel
+from sim.timing.replay.lower import step_records
 
 
 def traces_of(

@@ -13,10 +13,10 @@ from typing import Any, Final
 
 from real.trace import Trace
 from real.trace.recorder import Record
-from sim.timing.collectives import Placement, is_all_to_all
-from sim.timing.costs import CostModel
-from sim.timing.hostwork import host_work
-from sim.timing.program import (
+from sim.timing.costs.collectives import Placement, is_all_to_all
+from sim.timing.costs.model import CostModel
+from sim.timing.replay.hostwork import host_work
+from sim.timing.replay.program import (
     COLLECTIVE,
     KERNEL,
     RECORD,

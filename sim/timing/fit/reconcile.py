@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from real.trace import Trace
-from sim.timing.costfile import Cluster
-from sim.timing.costs import CostModel
-from sim.timing.fold import replay_folded
-from sim.timing.measured import Content
+from sim.timing.costs.costfile import Cluster
+from sim.timing.costs.model import CostModel
+from sim.timing.fit.measured import Content
+from sim.timing.replay.fold import replay_folded
 
 _PLAIN: Final = ("layer forward", "model backward")
 _LIMITS: Final = (0.25, 4.0)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from sim.timing.costfile import Cluster, Link
+from sim.timing.costs.costfile import Cluster, Link
 
 _ALL_TO_ALL: Final = frozenset({"all_to_all", "all_to_all_single"})
 

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sim.timing.collectives import is_all_to_all
-from sim.timing.intervals import Interval, overlap, total, union
-from sim.timing.program import COLLECTIVE, CollectiveSpec
-from sim.timing.replay import Replay
+from sim.timing.costs.collectives import is_all_to_all
+from sim.timing.replay.intervals import Interval, overlap, total, union
+from sim.timing.replay.program import COLLECTIVE, CollectiveSpec
+from sim.timing.replay.timeline import Replay
 
 
 @dataclass(frozen=True, kw_only=True)

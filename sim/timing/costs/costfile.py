@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-COSTS: Final = Path(__file__).parent.parent.parent / "fixtures" / "costs"
+COSTS: Final = Path(__file__).parents[3] / "fixtures" / "costs"
 
 KERNEL_CLASSES: Final = (
     "matrix",

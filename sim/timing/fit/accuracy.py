@@ -10,10 +10,10 @@ from typing import Final
 
 from real.trace import Trace
 from real.trace.recorder import Record
-from sim.timing.costfile import Cluster, Curve
-from sim.timing.costs import CostModel
-from sim.timing.fold import replay_folded
-from sim.timing.memory import memory_timeline
+from sim.timing.costs.costfile import Cluster, Curve
+from sim.timing.costs.model import CostModel
+from sim.timing.replay.fold import replay_folded
+from sim.timing.replay.memory import memory_timeline
 
 PAIRS: Final = (
     ("no_fsdp_plain", "no_fsdp_combined"),

@@ -1,0 +1,1 @@
+"""What a reader asks: where a step goes, and what if."""

@@ -1,0 +1,1 @@
+"""What everything in a trace costs, from a cost file."""

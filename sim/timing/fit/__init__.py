@@ -1,0 +1,1 @@
+"""Cost files made of measurements, and how far predictions were from others."""
