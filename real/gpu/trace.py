@@ -120,9 +120,11 @@ def run_traces(
         scenarios: What to train, by the folder that the trace goes to; of equal parallel sizes.
         hosted: The target that trains them, and of which Megatron.
         seat: The rank that this process stands for, alone; None for one that torchrun launched.
-        num_warmup: Forwards and backwards that are not recorded, of a job that is built before and
-            dropped: libraries compile and choose kernels in the first one, and wait for the device
-            meanwhile.
+        num_warmup: Forwards and backwards that are not recorded, before the first step: libraries
+            compile and choose kernels in the first one, and wait for the device meanwhile. Those of
+            a target whose first step is unlike the others run in a job of their own: not for every
+            target, since each job makes streams, and the driver hands out 32 and then the same
+            again.
         has_durations: Also record when things were issued and run.
         num_timed: Steps to time with and without a record, by turns, after the trace is written.
         on_progress: Called after each recorded step with what has ended.
@@ -162,7 +164,8 @@ def _record(
     from real.mcore.jobs import run_job
 
     target = find_target(hosted.target)
-    if num_warmup:
+    has_own_first_step = getattr(target, "has_own_first_step", False)
+    if num_warmup and has_own_first_step:
         _warm_up(target, scenario, seat, num_warmup)
     points = target.points()
     file = open_file(out, rank, scenario.world_size, is_alone=seat is not None)
@@ -179,6 +182,8 @@ def _record(
         with _recorded(recorder, points), built_alone(seat, target):
             job = target.build(scenario)
             target.describe(job, recorder.storage_number)
+        if not has_own_first_step:
+            _run_untold(job, num_warmup)
         with _recorded(recorder, points):
             output = run_job(
                 job, scenario, on_step=lambda step: on_progress(f"step {step} of {out}")
@@ -204,14 +209,19 @@ def _warm_up(target: Target, scenario: Scenario, seat: Seat | None, num_warmup: 
     """
     with built_alone(seat, target):
         job = target.build(scenario)
-    for _ in range(num_warmup):
-        job.forward_backward(0)
-        job.clear_gradients()
+    _run_untold(job, num_warmup)
     torch.cuda.synchronize()
     job.release()
     del job
     gc.collect()
     torch.cuda.empty_cache()
+
+
+def _run_untold(job: Job, num_steps: int) -> None:
+    """Runs forward and backward of some steps without a record."""
+    for _ in range(num_steps):
+        job.forward_backward(0)
+        job.clear_gradients()
 
 
 def _recorder(file: JsonlSink, *, has_durations: bool) -> GpuRecorder:

@@ -34,6 +34,9 @@ class Mfsdp1:
         TargetError: There is no such variant.
     """
 
+    has_own_first_step = True
+    """Its first step in a job does what later ones do not repeat (`real.gpu.trace`)."""
+
     def __init__(self, variant: str = "") -> None:
         self.strategy = variant or _VARIANTS[0]
         if self.strategy not in _VARIANTS:
