@@ -8,6 +8,7 @@ import torch
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
 from real.config import Scenario
+from real.targets.base import TargetError
 
 
 def megatron_optimizer(
@@ -20,7 +21,15 @@ def megatron_optimizer(
         model: The model in its data-parallel wrapper.
         is_distributed: Whether Megatron calls it a distributed optimizer.
         process_groups: Megatron's collection of groups; None for its global ones.
+
+    Raises:
+        TargetError: Megatron's distributed optimizer does not take the scenario's.
     """
+    if is_distributed and scenario.optimizer != "adam":
+        raise TargetError(
+            "Expected optimizer of adam (Megatron's distributed optimizer takes no other of the "
+            f"scenario's), got {scenario.optimizer}; add --optimizer adam."
+        )
     return get_megatron_optimizer(
         OptimizerConfig(
             optimizer=scenario.optimizer,
