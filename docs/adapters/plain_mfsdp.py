@@ -12,13 +12,13 @@ from megatron.core.distributed.fsdp.src.megatron_fsdp.experimental import (
     Flat,
     Placements,
     fully_shard,
-    fully_shard_optimizer,
 )
 from megatron.core.distributed.fsdp.src.megatron_fsdp.experimental.module import FsdpModule
 from megatron.core.distributed.fsdp.src.megatron_fsdp.mixed_precision import MixedPrecisionPolicy
 from torch.distributed import DeviceMesh
 
 from real.config import Scenario
+from real.mcore import internals
 from real.mcore.model import build_model, make_config, seed_all
 from real.mcore.training import make_optimizer, run_step
 from real.targets.norms import clip, norm_of
@@ -116,7 +116,8 @@ class PlainJob:
         self.model._lazy_init_context()
         self._divide_experts()
         self._optimizer = make_optimizer(scenario, list(self.model.parameters()))
-        fully_shard_optimizer(self._optimizer)
+        # As `fully_shard_optimizer`, but refreshing weights in one order, not in that of a set.
+        internals.shard_optimizer(self._optimizer)
 
     def _divide_experts(self) -> None:
         # An expert sums the tokens of all expert-parallel ranks; its mesh averages over fewer.
