@@ -10,12 +10,13 @@ from real.commands import COMMANDS
 from real.commands.common import fail
 from real.config import ScenarioError
 from real.flags import OneLineParser
+from real.targets import TargetError
 
 
 def make_parser() -> argparse.ArgumentParser:
     """Returns the parser of all commands."""
     parser = OneLineParser(
-        prog="torchrun -m real", description="MFSDP v2 under combined 1F1B on GPUs, one a process."
+        prog="torchrun -m real", description="FSDP under combined 1F1B on GPUs, one a process."
     )
     subparsers = parser.add_subparsers(dest="command", required=True, parser_class=OneLineParser)
     for command in COMMANDS.values():
@@ -29,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     warnings.simplefilter("ignore")
     try:
         return COMMANDS[arguments.command].run(arguments)
-    except ScenarioError as error:
+    except (ScenarioError, TargetError) as error:
         return fail(str(error))
     except RuntimeError as error:
         from real.gpu.world import Unready

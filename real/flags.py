@@ -1,12 +1,14 @@
-"""Command-line flags for every scenario key, for the commands of both modes."""
+"""Command-line flags of the commands of both modes: every scenario key, and what is under test."""
 
 from __future__ import annotations
 
 import argparse
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from real.config import Scenario, flag
+from real.targets import DEFAULT
 
 BAD_INPUT: Final = 2
 """Exit status for input that cannot be run."""
@@ -42,3 +44,22 @@ def add_scenario_flags(parser: argparse.ArgumentParser) -> None:
 def scenario_overrides(arguments: argparse.Namespace) -> dict[str, Any]:
     """Returns the keys given as flags; None for the others."""
     return {spec.name: getattr(arguments, spec.name) for spec in fields(Scenario)}
+
+
+def add_hosting_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags that say what is under test."""
+    parser.add_argument(
+        "--target",
+        default=DEFAULT,
+        metavar="NAME",
+        help="what is under test: mfsdp2, the released MFSDP v2 with our hooks (default); mfsdp1, "
+        "or mfsdp1:optim_grads, the released MFSDP v1 with Megatron's own hooks; native, a tree "
+        "that joins MFSDP v2 and the combined schedule itself; or FILE.py:CLASS, an adapter of "
+        "your own (docs/your-tree.md)",
+    )
+    parser.add_argument(
+        "--megatron",
+        type=Path,
+        metavar="PATH",
+        help="import the Megatron tree in this folder instead of the installed release",
+    )

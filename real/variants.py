@@ -2,29 +2,44 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final, NamedTuple
 
 from real.config import Scenario
+from real.targets import DEFAULT
 
-VARIANTS: Final[dict[str, dict[str, object]]] = {
-    "no_fsdp_plain": {"overlap_moe_expert_parallel_comm": False, "delay_wgrad_compute": False},
-    "no_fsdp_combined": {
-        "overlap_moe_expert_parallel_comm": True,
-        "delay_wgrad_compute": False,
-    },
-    "mfsdp_plain": {"overlap_moe_expert_parallel_comm": False, "delay_wgrad_compute": False},
-    "mfsdp_plain_fine": {
-        "overlap_moe_expert_parallel_comm": False,
-        "delay_wgrad_compute": False,
-        "fine_grained_hooks": True,
-    },
-    "mfsdp_combined": {"overlap_moe_expert_parallel_comm": True, "delay_wgrad_compute": False},
-    "mfsdp_combined_dw": {"overlap_moe_expert_parallel_comm": True, "delay_wgrad_compute": True},
-    "prefetch_none": {"prefetch": "none"},
-    "prefetch_forward": {"prefetch": "forward"},
-    "prefetch_both": {"prefetch": "both"},
+_PLAIN: Final = {"overlap_moe_expert_parallel_comm": False, "delay_wgrad_compute": False}
+_COMBINED: Final = {"overlap_moe_expert_parallel_comm": True, "delay_wgrad_compute": False}
+_DELAYED: Final = {"overlap_moe_expert_parallel_comm": True, "delay_wgrad_compute": True}
+
+
+class Variant(NamedTuple):
+    """One way to train a scenario.
+
+    Attributes:
+        target: Which target trains it; None for the job without FSDP.
+        changes: What is other than in the scenario.
+    """
+
+    target: str | None
+    changes: dict[str, Any]
+
+
+VARIANTS: Final = {
+    "no_fsdp_plain": Variant(None, _PLAIN),
+    "no_fsdp_combined": Variant(None, _COMBINED),
+    "mfsdp_plain": Variant("mfsdp2", _PLAIN),
+    "mfsdp_plain_fine": Variant("mfsdp2", {**_PLAIN, "fine_grained_hooks": True}),
+    "mfsdp_combined": Variant("mfsdp2", _COMBINED),
+    "mfsdp_combined_dw": Variant("mfsdp2", _DELAYED),
+    "prefetch_none": Variant("mfsdp2", {"prefetch": "none"}),
+    "prefetch_forward": Variant("mfsdp2", {"prefetch": "forward"}),
+    "prefetch_both": Variant("mfsdp2", {"prefetch": "both"}),
+    "mfsdp1_plain": Variant("mfsdp1", _PLAIN),
+    "mfsdp1_combined": Variant("mfsdp1", _COMBINED),
+    "native_plain": Variant("native", _PLAIN),
+    "native_combined": Variant("native", _COMBINED),
 }
-"""What each variant changes in a scenario; "no_fsdp" in front means the job without FSDP."""
+"""All variants by name."""
 
 MAIN_VARIANTS: Final = (
     "no_fsdp_plain",
@@ -36,14 +51,36 @@ MAIN_VARIANTS: Final = (
 """Plain and combined schedule, with and without MFSDP v2, and delayed weight gradients."""
 
 
+def variants_of(target: str) -> tuple[str, ...]:
+    """Returns what is timed of a target when nobody says what: its two schedules.
+
+    Of the default one all main variants, which are compared with training without FSDP too.
+    """
+    if target == DEFAULT:
+        return MAIN_VARIANTS
+    kind = target.partition(":")[0]
+    return (f"{kind}_plain", f"{kind}_combined")
+
+
+def target_of(variant: str, under_test: str = DEFAULT) -> str | None:
+    """Returns the full name of the target that trains a variant; None without FSDP.
+
+    Args:
+        variant: Its name.
+        under_test: A target whose own variant, as "mfsdp1:optim_grads", holds for all of its kind.
+    """
+    kind = VARIANTS[variant].target
+    return under_test if kind == under_test.partition(":")[0] else kind
+
+
 def vary(scenario: Scenario, variant: str) -> Scenario:
     """Returns the scenario of a variant."""
-    return scenario.changed(**VARIANTS[variant])
+    return scenario.changed(**VARIANTS[variant].changes)
 
 
 def is_reference(variant: str) -> bool:
     """Whether a variant runs the job without FSDP."""
-    return variant.startswith("no_fsdp")
+    return VARIANTS[variant].target is None
 
 
 def part_name(part: str, *, is_overlapped: bool, is_sharded: bool) -> str:

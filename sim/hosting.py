@@ -6,27 +6,12 @@ import argparse
 from pathlib import Path
 
 from real.config import ScenarioError
-from real.targets import DEFAULT, TargetError
+from real.flags import add_hosting_flags
+from real.targets import TargetError
+from real.targets.tree import check_tree
 from sim.session.subject import MFSDP2, Subject, find_subject
 
-
-def add_hosting_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags that say what is under test."""
-    parser.add_argument(
-        "--target",
-        default=DEFAULT,
-        metavar="NAME",
-        help="what is under test: mfsdp2, the released MFSDP v2 with our hooks (default); mfsdp1, "
-        "or mfsdp1:optim_grads, the released MFSDP v1 with Megatron's own hooks; native, a tree "
-        "that joins MFSDP v2 and the combined schedule itself; or FILE.py:CLASS, an adapter of "
-        "one's own (docs/your-tree.md)",
-    )
-    parser.add_argument(
-        "--megatron",
-        type=Path,
-        metavar="PATH",
-        help="import the Megatron tree in this folder instead of the installed release",
-    )
+__all__ = ["add_hosting_flags", "refuse_unfit", "subject_of"]
 
 
 def subject_of(arguments: argparse.Namespace) -> Subject:
@@ -36,8 +21,7 @@ def subject_of(arguments: argparse.Namespace) -> Subject:
         ScenarioError: There is no such target, or the folder holds no Megatron.
     """
     tree: Path | None = arguments.megatron
-    if tree is not None and not (tree / "megatron" / "core" / "__init__.py").is_file():
-        raise ScenarioError(f"Expected a Megatron tree with megatron/core, got {tree}.")
+    check_tree(tree)
     return find_subject(arguments.target, tree)
 
 

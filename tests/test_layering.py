@@ -23,6 +23,8 @@ MEGATRON_FREE = {
     "real.mcore.versions",
     "real.targets",
     "real.targets.base",
+    "real.targets.identity",
+    "real.targets.tree",
 }
 """Modules of these two packages that import without Megatron: they judge what they are given."""
 

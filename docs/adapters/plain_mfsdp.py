@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Final
 
@@ -63,6 +64,10 @@ class PlainMfsdp:
     def reference(self, scenario: Scenario) -> PlainJob:
         """Builds the job under the plain schedule."""
         return PlainJob(scenario, is_overlapped=False)
+
+    def alone(self) -> AbstractContextManager[None]:
+        """Makes a context that does nothing: no answer of a peer is looked at."""
+        return nullcontext()
 
     def bounds(self) -> dict[str, int]:
         """Returns how many units may be unsharded at once: root, layer, experts, the next one."""

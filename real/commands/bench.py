@@ -16,13 +16,16 @@ from real.commands.common import (
     add_scenario,
     add_watch,
     fail,
+    hosted_of,
     is_first_rank,
     read_scenario,
     scenario_of,
     seat_of,
 )
 from real.config import Scenario
-from real.variants import MAIN_VARIANTS, VARIANTS
+from real.flags import add_hosting_flags
+from real.targets import Hosted
+from real.variants import VARIANTS, variants_of
 
 GRID = CONFIGS / "grid"
 
@@ -33,9 +36,9 @@ def add(commands: Any) -> None:
     add_scenario(bench, "bench-b.toml")
     bench.add_argument(
         "--variants",
-        default=",".join(MAIN_VARIANTS),
-        help="comma-separated, of the default ones and prefetch_none, prefetch_forward, "
-        "prefetch_both, mfsdp_plain_fine",
+        metavar="NAMES",
+        help=f"comma-separated, of {', '.join(VARIANTS)} (default: with and without MFSDP v2; of "
+        "another target its plain and its combined schedule)",
     )
     bench.add_argument("--repeats", type=int, default=5, metavar="N")
     bench.add_argument(
@@ -55,13 +58,17 @@ def add(commands: Any) -> None:
         help="with --grid: visits to each scenario, as a host's speed drifts (default: 1)",
     )
     bench.add_argument("--out", type=Path, metavar="FILE", help="with --grid: also write there")
+    add_hosting_flags(bench)
     add_peers(bench)
     add_watch(bench)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Times the variants; the first rank prints the medians."""
-    names = arguments.variants.split(",")
+    hosted = hosted_of(arguments)
+    names = list(variants_of(hosted.target))
+    if arguments.variants is not None:
+        names = arguments.variants.split(",")
     for flag in ("repeats", "rounds"):
         if getattr(arguments, flag) < 1:
             return fail(f"Expected --{flag} of 1 or more, got {getattr(arguments, flag)}.")
@@ -69,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
     if unknown:
         return fail(f"Expected variants among {', '.join(VARIANTS)}; got {unknown}.")
     if arguments.grid is not None:
-        return _run_grid(arguments, names)
+        return _run_grid(arguments, names, hosted)
     if arguments.out is not None or arguments.rounds != 1:
         return fail("Expected --out and --rounds with --grid only.")
     seat = seat_of(arguments)
@@ -82,7 +89,12 @@ def run(arguments: argparse.Namespace) -> int:
         timeout_s=arguments.timeout, folder=arguments.report, has_records=False
     ) as progress:
         results = run_bench(
-            scenario, names, repeats=arguments.repeats, seat=seat, on_progress=progress
+            scenario,
+            names,
+            repeats=arguments.repeats,
+            hosted=hosted,
+            seat=seat,
+            on_progress=progress,
         )
     if is_first_rank():
         if arguments.json:
@@ -98,7 +110,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _run_grid(arguments: argparse.Namespace, variants: list[str]) -> int:
+def _run_grid(arguments: argparse.Namespace, variants: list[str], hosted: Hosted) -> int:
     seat = seat_of(arguments)
     scenarios: dict[str, Scenario] = {
         path.stem: read_scenario(path, arguments, is_launched=seat is None)
@@ -145,6 +157,7 @@ def _run_grid(arguments: argparse.Namespace, variants: list[str]) -> int:
             repeats=arguments.repeats,
             rounds=arguments.rounds,
             report=report,
+            hosted=hosted,
             seat=seat,
             on_progress=progress,
         )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from real.config import Scenario, ScenarioError, load_scenario
 from real.flags import BAD_INPUT, add_scenario_flags, scenario_overrides
+from real.targets import Hosted
 
 if TYPE_CHECKING:
     from real.gpu.loopback import Seat
@@ -74,6 +75,18 @@ def add_peers(command: argparse.ArgumentParser) -> None:
         metavar="R",
         help="with --peers loopback and --world-size: which rank to stand for",
     )
+
+
+def hosted_of(arguments: argparse.Namespace) -> Hosted:
+    """Returns what is under test by the flags of `add_hosting_flags`; nothing is imported yet.
+
+    Raises:
+        TargetError: There is no such target.
+        ScenarioError: The folder holds no Megatron.
+    """
+    hosted = Hosted(arguments.target, arguments.megatron)
+    hosted.check()
+    return hosted
 
 
 def seat_of(arguments: argparse.Namespace) -> Seat | None:

@@ -6,8 +6,16 @@ import argparse
 import json
 from typing import Any
 
-from real.commands.common import DIFFERS, add_peers, add_scenario, add_watch, scenario_of
+from real.commands.common import (
+    DIFFERS,
+    add_peers,
+    add_scenario,
+    add_watch,
+    hosted_of,
+    scenario_of,
+)
 from real.config import ScenarioError
+from real.flags import add_hosting_flags
 from real.reference import Reference, check_reference
 from real.result import as_json, format_table
 
@@ -23,10 +31,11 @@ def add(commands: Any) -> None:
     parity.add_argument(
         "--reference",
         type=Reference,
-        choices=[Reference.DDP, Reference.DISTOPT],
+        choices=list(Reference),
         default=Reference.DISTOPT,
         help="compare with Megatron's distributed optimizer under the scenario's schedule "
-        "(distopt, default) or with its distributed data parallel under its plain schedule (ddp)",
+        "(distopt, default), with its distributed data parallel under its plain schedule (ddp), or "
+        "with the same target under its plain schedule (plain)",
     )
     parity.add_argument(
         "--schedule",
@@ -34,6 +43,7 @@ def add(commands: Any) -> None:
         help="short for --no-overlap-moe-expert-parallel-comm --no-delay-wgrad-compute, and for "
         "--overlap-moe-expert-parallel-comm",
     )
+    add_hosting_flags(parity)
     add_peers(parity)
     add_watch(parity)
 
@@ -45,13 +55,14 @@ def run(arguments: argparse.Namespace) -> int:
             "Expected all ranks of a comparison, got one: with loopback peers losses mean nothing."
         )
     _apply_schedule(arguments)
+    hosted = hosted_of(arguments)
     scenario = scenario_of(arguments)
     check_reference(scenario, arguments.reference)
     from real.gpu.parity import run_parity
     from real.gpu.watchdog import watched
 
     with watched(timeout_s=arguments.timeout, folder=arguments.report) as progress:
-        result = run_parity(scenario, arguments.reference, on_progress=progress)
+        result = run_parity(scenario, arguments.reference, hosted=hosted, on_progress=progress)
     if result is None:
         return 0
     print(json.dumps(as_json(result)) if arguments.json else format_table(scenario, result))

@@ -16,12 +16,13 @@ from real.commands.common import (
     add_peers,
     add_watch,
     fail,
+    hosted_of,
     is_first_rank,
     read_scenario,
     seat_of,
 )
 from real.config import Scenario
-from real.flags import add_scenario_flags
+from real.flags import add_hosting_flags, add_scenario_flags
 
 if TYPE_CHECKING:
     from real.gpu.trace import TraceResult
@@ -34,12 +35,13 @@ def add(commands: Any) -> None:
     trace = commands.add_parser(
         "trace",
         help="train and write what each rank did",
-        description="Trains with our hooks and writes the trace that the simulation writes: one "
+        description="Trains and writes the trace that the simulation writes: one "
         "file a rank, for `python -m sim check` and `python -m sim diff --canonical`. Exit "
         "status: 0 recorded, 2 bad input or machine.",
     )
     trace.add_argument("scenarios", nargs="*", type=Path, metavar="scenario", help="TOML files")
     add_scenario_flags(trace)
+    add_hosting_flags(trace)
     trace.add_argument(
         "--out",
         type=Path,
@@ -73,6 +75,7 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Records every scenario; the first rank prints what it has."""
+    hosted = hosted_of(arguments)
     seat = seat_of(arguments)
     files: list[Path] = arguments.scenarios or [CONFIGS / "parity.toml"]
     for name in ("timed", "warmup"):
@@ -98,6 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
     ) as progress:
         results = run_traces(
             scenarios,
+            hosted=hosted,
             seat=seat,
             num_warmup=arguments.warmup,
             has_durations=arguments.durations,

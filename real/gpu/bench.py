@@ -13,8 +13,10 @@ import torch
 from real.config import Scenario
 from real.gpu.host import rotated, time_hooks_and_units
 from real.gpu.jobs import make_job
-from real.gpu.loopback import Seat, padded_with_zeros
+from real.gpu.loopback import Seat
 from real.gpu.world import gpu_world
+from real.targets import DEFAULT, RELEASED, Hosted
+from real.variants import target_of
 
 if TYPE_CHECKING:
     from real.mcore.jobs import Job
@@ -27,6 +29,7 @@ def run_bench(
     variants: Sequence[str],
     *,
     repeats: int,
+    hosted: Hosted = RELEASED,
     seat: Seat | None = None,
     warmup: int = 2,
     on_progress: Callable[[str], None] = lambda _: None,
@@ -40,13 +43,20 @@ def run_bench(
         scenario: What is varied.
         variants: Names of `real.variants.VARIANTS`.
         repeats: Timed steps of each variant.
+        hosted: Which Megatron, and the target whose own variant holds.
         seat: The rank that this process stands for, alone; None for one that torchrun launched.
         warmup: Steps before.
         on_progress: Called after each model is built and after each step, with what has ended.
     """
-    with gpu_world(scenario, seat):
+    with gpu_world(scenario, seat, tree=hosted.tree, targets=_targets(variants, hosted)):
         return _time_variants(
-            scenario, variants, repeats=repeats, seat=seat, warmup=warmup, on_progress=on_progress
+            scenario,
+            variants,
+            repeats=repeats,
+            hosted=hosted,
+            seat=seat,
+            warmup=warmup,
+            on_progress=on_progress,
         )
 
 
@@ -56,6 +66,7 @@ def run_grid(
     *,
     repeats: int,
     report: Callable[[str, Results], None],
+    hosted: Hosted = RELEASED,
     seat: Seat | None = None,
     rounds: int = 1,
     warmup: int = 2,
@@ -70,12 +81,14 @@ def run_grid(
         variants: Names of `real.variants.VARIANTS`.
         repeats: Timed steps of each variant in each round.
         report: Gets the results of each scenario, of all rounds so far, as soon as they are there.
+        hosted: Which Megatron, and the target whose own variant holds.
         seat: The rank that this process stands for, alone; None for one that torchrun launched.
         rounds: Visits to each scenario; its models are built anew each time.
         warmup: Steps before.
         on_progress: Called after each model is built and after each step, with what has ended.
     """
-    with gpu_world(next(iter(scenarios.values())), seat):
+    first = next(iter(scenarios.values()))
+    with gpu_world(first, seat, tree=hosted.tree, targets=_targets(variants, hosted)):
         known: dict[str, Results] = {}
         for _ in range(rounds):
             for name, scenario in scenarios.items():
@@ -83,6 +96,7 @@ def run_grid(
                     scenario,
                     variants,
                     repeats=repeats,
+                    hosted=hosted,
                     seat=seat,
                     warmup=warmup,
                     on_progress=on_progress,
@@ -98,6 +112,7 @@ def _time_variants(
     variants: Sequence[str],
     *,
     repeats: int,
+    hosted: Hosted,
     seat: Seat | None,
     warmup: int,
     on_progress: Callable[[str], None],
@@ -108,8 +123,7 @@ def _time_variants(
     for name in variants:
         gc.collect()
         before = torch.cuda.memory_allocated()
-        with padded_with_zeros(seat):
-            jobs[name] = make_job(scenario, name)
+        jobs[name] = make_job(scenario, name, hosted.target, seat)
         gc.collect()
         rest[name] = torch.cuda.memory_allocated() - before
         on_progress(f"the making of {name}")
@@ -129,7 +143,11 @@ def _time_variants(
                 if repeat >= warmup:
                     times[name].append(elapsed)
                     peaks[name] = peak
-        host = {name: _host_costs(job, warmup + repeats) for name, job in jobs.items()}
+        host = {
+            name: _host_costs(job, warmup + repeats)
+            for name, job in jobs.items()
+            if target_of(name) == DEFAULT
+        }
     finally:
         gc.enable()
     by_rank = [peaks] if seat is not None else _by_rank(peaks)
@@ -142,12 +160,25 @@ def _time_variants(
             "peak_bytes_above_rest": peaks[name],
             "peak_bytes_by_rank": [found[name] for found in by_rank],
             "rest_bytes": rest[name],
-            "host": host[name],
+            "host": host.get(name, {}),  # our hooks; another target has none
+            **_identity(name, hosted),
             "built_s": round(built_s, 1),
             **({} if seat is None else seat.as_dict()),
         }
         for name, values in times.items()
     }
+
+
+def _targets(variants: Sequence[str], hosted: Hosted) -> list[str]:
+    """Returns the targets that train some variants, each once."""
+    names = [target_of(variant, hosted.target) for variant in variants]
+    return [name for name in dict.fromkeys(names) if name is not None]
+
+
+def _identity(variant: str, hosted: Hosted) -> dict[str, Any]:
+    """Says which target of which Megatron a variant is; nothing of what the release has."""
+    target = target_of(variant, hosted.target)
+    return {} if target is None else Hosted(target, hosted.tree).identity()
 
 
 def _by_rank(peaks: dict[str, int]) -> list[dict[str, int]]:

@@ -14,7 +14,7 @@ current then wait for it, and the tensors are kept until then. A barrier stops t
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final
@@ -26,6 +26,7 @@ from torch.futures import Future
 from torch.overrides import TorchFunctionMode
 
 from real.gpu.fill import fill, scale_of
+from real.targets import Target
 
 BACKEND: Final = "loopback"
 LOSSES_MEAN_NOTHING: Final = "loopback peers: losses mean nothing and are not compared"
@@ -298,6 +299,20 @@ class _Zeroed(TorchFunctionMode):
         if getattr(func, "__name__", "") == "empty":  # by name: it may be a stand-in
             result.detach().zero_()
         return result
+
+
+@contextmanager
+def built_alone(seat: Seat | None, target: Target | None) -> Iterator[None]:
+    """Lets a rank that stands alone build its job in the block; among peers nothing changes.
+
+    Args:
+        seat: The rank; None where its peers are there.
+        target: What it builds; None for a job without FSDP.
+    """
+    with padded_with_zeros(seat), ExitStack() as stack:
+        if seat is not None and target is not None:
+            stack.enter_context(target.alone())
+        yield
 
 
 @contextmanager

@@ -7,7 +7,8 @@ Nothing else changes: not the order of calls, not their arguments, not what they
 [Note: one call, one record]
 Some names call others of the table: `Stream.wait_stream` records an event and waits for it. The
 simulated runtime has one record for it. While a wrapped name runs, the wrappers below it are
-silent.
+silent. The same holds where torch itself comes back to the wrapper: with a function mode around,
+its methods of C++ look their own name up again.
 """
 
 from __future__ import annotations
@@ -122,10 +123,11 @@ def _device_synchronize(original: Any) -> Callable[..., Any]:
 def _record_stream(original: Any) -> Callable[..., Any]:
     def record_stream(self: Any, s: Any) -> Any:
         recorder = speaking()
-        if recorder is not None:
-            storage = recorder.storage_number(self.untyped_storage())
-            recorder.record(OpKind.RECORD_STREAM, stream=s.stream_id, storage=storage)
-        return original(self, s)
+        if recorder is None:
+            return original(self, s)
+        storage = recorder.storage_number(self.untyped_storage())
+        recorder.record(OpKind.RECORD_STREAM, stream=s.stream_id, storage=storage)
+        return recorder.unheard(original, self, s)
 
     return record_stream
 

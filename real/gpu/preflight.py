@@ -28,12 +28,15 @@ def missing_gpus(wanted: int) -> list[str]:
     return [f"expected {wanted} CUDA GPU(s) on this machine, found {found}{driver}"]
 
 
-def missing_packages(*, has_te: bool, imports_te: bool = False) -> list[str]:
+def missing_packages(
+    *, has_te: bool, imports_te: bool = False, has_tree: bool = False
+) -> list[str]:
     """Returns which packages are missing or of a version that will not do, in words.
 
     Args:
         has_te: Whether Transformer Engine is needed.
         imports_te: Also import it: its libraries load only then.
+        has_tree: Whether a tree stands for the installed Megatron, whatever its version.
     """
     missing = []
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
@@ -41,7 +44,8 @@ def missing_packages(*, has_te: bool, imports_te: bool = False) -> list[str]:
         oldest = ".".join(map(str, _OLDEST_TORCH))
         missing.append(f"expected torch {oldest} or newer, found {torch.__version__}")
     try:
-        check_megatron_version()
+        if not has_tree:
+            check_megatron_version()
     except UnsupportedVersion as error:
         missing.append(str(error).rstrip("."))
     if has_te:

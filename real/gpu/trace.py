@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,14 +15,16 @@ import torch
 
 from real.config import Scenario, ScenarioError
 from real.gpu.durations import DeviceTimes, HoldingSink
-from real.gpu.loopback import BACKEND, LOSSES_MEAN_NOTHING, Seat, padded_with_zeros
+from real.gpu.loopback import BACKEND, LOSSES_MEAN_NOTHING, Seat, built_alone
 from real.gpu.observe import observed
 from real.gpu.recorder import GpuRecorder
 from real.gpu.world import gpu_world
+from real.targets import RELEASED, Hosted, Target, find_target
 from real.trace import JsonlSink, trace_path
 
 if TYPE_CHECKING:
     from real.mcore.jobs import Job
+    from real.watch import Point
 
 _UNTIMED: Final = 2
 """Steps of each kind before any is timed."""
@@ -105,6 +107,7 @@ def open_file(out: Path, rank: int, world_size: int, *, is_alone: bool = False) 
 def run_traces(
     scenarios: Mapping[Path, Scenario],
     *,
+    hosted: Hosted = RELEASED,
     seat: Seat | None = None,
     num_warmup: int = 1,
     has_durations: bool = False,
@@ -115,20 +118,26 @@ def run_traces(
 
     Args:
         scenarios: What to train, by the folder that the trace goes to; of equal parallel sizes.
+        hosted: The target that trains them, and of which Megatron.
         seat: The rank that this process stands for, alone; None for one that torchrun launched.
         num_warmup: Forwards and backwards that are not recorded, before the first step: libraries
-            compile and choose kernels in the first one, and wait for the device meanwhile.
+            compile and choose kernels in the first one, and wait for the device meanwhile. Those of
+            a target whose first step is unlike the others run in a job of their own: not for every
+            target, since each job makes streams, and the driver hands out 32 and then the same
+            again.
         has_durations: Also record when things were issued and run.
         num_timed: Steps to time with and without a record, by turns, after the trace is written.
         on_progress: Called after each recorded step with what has ended.
     """
     results: dict[Path, TraceResult] = {}
-    with gpu_world(next(iter(scenarios.values())), seat) as rank:
+    first = next(iter(scenarios.values()))
+    with gpu_world(first, seat, tree=hosted.tree, targets=[hosted.target]) as rank:
         for out, scenario in scenarios.items():
             results[out] = _record(
                 scenario,
                 out,
                 rank,
+                hosted=hosted,
                 seat=seat,
                 num_warmup=num_warmup,
                 has_durations=has_durations,
@@ -145,15 +154,20 @@ def _record(
     out: Path,
     rank: int,
     *,
+    hosted: Hosted,
     seat: Seat | None,
     num_warmup: int,
     has_durations: bool,
     num_timed: int,
     on_progress: Callable[[str], None],
 ) -> TraceResult:
-    from real.mcore import watch_table
-    from real.mcore.jobs import FsdpJob, run_job
+    from real.mcore.jobs import run_job
 
+    target = find_target(hosted.target)
+    has_own_first_step = getattr(target, "has_own_first_step", False)
+    if num_warmup and has_own_first_step:
+        _warm_up(target, scenario, seat, num_warmup)
+    points = target.points()
     file = open_file(out, rank, scenario.world_size, is_alone=seat is not None)
     with ExitStack() as stack:
         stack.callback(file.close)
@@ -163,19 +177,21 @@ def _record(
             world_size=scenario.world_size,
             scenario=scenario.as_dict(),
             peers=None if seat is None else BACKEND,
+            **hosted.identity(),
         )
-        with _recorded(recorder), padded_with_zeros(seat):
-            job = FsdpJob(scenario)
-            watch_table.describe(job.model, recorder.storage_number)
-        for _ in range(num_warmup):
-            job.forward_backward(0)
-            job.clear_gradients()
-        with _recorded(recorder):
+        with _recorded(recorder, points), built_alone(seat, target):
+            job = target.build(scenario)
+            target.describe(job, recorder.storage_number)
+        if not has_own_first_step:
+            _run_untold(job, num_warmup)
+        with _recorded(recorder, points):
             output = run_job(
                 job, scenario, on_step=lambda step: on_progress(f"step {step} of {out}")
             )
         recorder.close()
-    times = _time_steps(job, scenario, out, num_timed) if num_timed else (None, None)
+    times: tuple[float, float] | tuple[None, None] = (None, None)
+    if num_timed:
+        times = _time_steps(job, points, scenario, out, num_timed)
     return TraceResult(
         num_records=recorder.num_records,
         losses=[step.loss for step in output.steps],
@@ -186,6 +202,28 @@ def _record(
     )
 
 
+def _warm_up(target: Target, scenario: Scenario, seat: Seat | None, num_warmup: int) -> None:
+    """Runs steps of a job that is then dropped: some targets do other things in their first step.
+
+    The job that is recorded starts as new, so its first step is the one that a simulation has.
+    """
+    with built_alone(seat, target):
+        job = target.build(scenario)
+    _run_untold(job, num_warmup)
+    torch.cuda.synchronize()
+    job.release()
+    del job
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def _run_untold(job: Job, num_steps: int) -> None:
+    """Runs forward and backward of some steps without a record."""
+    for _ in range(num_steps):
+        job.forward_backward(0)
+        job.clear_gradients()
+
+
 def _recorder(file: JsonlSink, *, has_durations: bool) -> GpuRecorder:
     if not has_durations:
         return GpuRecorder(file)
@@ -194,14 +232,16 @@ def _recorder(file: JsonlSink, *, has_durations: bool) -> GpuRecorder:
 
 
 @contextmanager
-def _recorded(recorder: GpuRecorder) -> Iterator[None]:
+def _recorded(recorder: GpuRecorder, points: Sequence[Point]) -> Iterator[None]:
     from real.mcore.observe import recorded_nodes
 
-    with recorded_nodes(), observed(recorder):
+    with recorded_nodes(points), observed(recorder):
         yield
 
 
-def _time_steps(job: Job, scenario: Scenario, out: Path, repeats: int) -> tuple[float, float]:
+def _time_steps(
+    job: Job, points: Sequence[Point], scenario: Scenario, out: Path, repeats: int
+) -> tuple[float, float]:
     """Returns median milliseconds of a step without and with a record, timed by turns."""
     path = out / f"timed{torch.distributed.get_rank():04d}.jsonl"
     recorder = GpuRecorder(JsonlSink(path))
@@ -212,7 +252,7 @@ def _time_steps(job: Job, scenario: Scenario, out: Path, repeats: int) -> tuple[
     for repeat in range(_UNTIMED + repeats):
         step = scenario.train_iters + repeat
         plain.append(_time(job, step))
-        with _recorded(recorder):
+        with _recorded(recorder, points):
             recorder.begin_step(step)
             recorded.append(_time(job, step))
         gc.collect()

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
 from real.config import Scenario, ScenarioError
 from real.gpu.loopback import Seat, init_loopback
 from real.gpu.preflight import missing_gpus, missing_packages
+from real.targets import find_target
+from real.targets.tree import check_origin, first_on_path
 
 
 class Unready(RuntimeError):
     """This machine or launch cannot run the job; the message lists everything that is missing."""
 
 
-def preflight(scenario: Scenario, seat: Seat | None = None) -> None:
+def preflight(scenario: Scenario, seat: Seat | None = None, tree: Path | None = None) -> None:
     """Checks driver, GPUs, launch and packages before anything starts.
+
+    A tree needs no release of Megatron beside it: its target says whether it fits.
 
     Raises:
         Unready: Something is missing.
@@ -28,7 +33,9 @@ def preflight(scenario: Scenario, seat: Seat | None = None) -> None:
     missing += missing_gpus(local_size)
     if seat is None:
         missing += _missing_launch(scenario)
-    missing += missing_packages(has_te=scenario.transformer_impl == "transformer_engine")
+    missing += missing_packages(
+        has_te=scenario.transformer_impl == "transformer_engine", has_tree=tree is not None
+    )
     if missing:
         raise Unready("; ".join(missing) + ".")
 
@@ -44,14 +51,35 @@ def _missing_launch(scenario: Scenario) -> list[str]:
 
 
 @contextmanager
-def gpu_world(scenario: Scenario, seat: Seat | None = None) -> Iterator[int]:
+def gpu_world(
+    scenario: Scenario,
+    seat: Seat | None = None,
+    *,
+    tree: Path | None = None,
+    targets: Iterable[str] = (),
+) -> Iterator[int]:
     """Makes this process a rank of the job for the length of the block; yields its number.
 
     Args:
         scenario: The run.
         seat: The rank that this process stands for, alone; None for one that torchrun launched.
+        tree: The folder that holds `megatron`; None for the installed one.
+        targets: Names of targets that have to fit it.
+
+    Raises:
+        Unready: This machine or launch cannot run it.
+        ScenarioError: Another Megatron than the tree's is imported.
+        TargetError: A target does not fit the imported tree.
     """
-    preflight(scenario, seat)
+    preflight(scenario, seat, tree)
+    with first_on_path(tree):
+        check_origin(tree)
+        for name in targets:
+            find_target(name)
+        yield from _started(scenario, seat)
+
+
+def _started(scenario: Scenario, seat: Seat | None) -> Iterator[int]:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
     if seat is None:

@@ -1,5 +1,6 @@
 """The hook-installation code that joins MFSDP v2 to the combined 1F1B schedule."""
 
+from real.hooks.build import build_scheduler
 from real.hooks.errors import ContractError
 from real.hooks.install import HookHandle, install_hooks
 from real.hooks.lifecycle import IllegalStep, UnitPhase
@@ -19,5 +20,6 @@ __all__ = [
     "UnitPhase",
     "UnitScheduler",
     "build_plan",
+    "build_scheduler",
     "install_hooks",
 ]

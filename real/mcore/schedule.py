@@ -15,17 +15,16 @@ from torch.utils.hooks import RemovableHandle
 from real.hooks import (
     HookHandle,
     Prefetch,
-    ScheduledUnit,
     UnitScheduler,
     build_plan,
+    build_scheduler,
     install_hooks,
     ordering,
 )
 from real.hooks.ends import install_ends
 from real.hooks.install import installed_handle
-from real.hooks.plan import HookPlan
 from real.mcore import internals
-from real.mcore.consumers import Consumers, find_consumers
+from real.mcore.consumers import find_consumers
 from real.mcore.shard import Meshes, shard_model
 from real.mcore.validate import validate
 
@@ -162,7 +161,14 @@ class Mfsdp1F1B(_BaseDataParallel):
             self._handle = install_hooks(
                 self.module,
                 plan,
-                lambda plan: self._make_scheduler(plan, units, consumers),
+                lambda plan: build_scheduler(
+                    plan,
+                    self._context,
+                    units,
+                    grad_divisors=self._grad_divisors,
+                    prefetch=self._prefetch,
+                    forward_order=consumers.forward_order,
+                ),
                 parameters,
             )
         except BaseException:
@@ -194,31 +200,6 @@ class Mfsdp1F1B(_BaseDataParallel):
         for undo in self._undo:
             undo()
         self._undo = []
-
-    def _make_scheduler(
-        self, plan: HookPlan, units: dict[str, internals.MfsdpUnit], consumers: Consumers
-    ) -> UnitScheduler:
-        fires: dict[str, dict[str, int]] = {name: {} for name in units}
-        for gradient in plan.gradients:
-            fires[gradient.unit][gradient.parameter] = gradient.fires
-        kept = plan.releases[""]
-        scheduled = {
-            name: ScheduledUnit(
-                unit,
-                fires=fires[name],
-                is_released_by_schedule=name not in kept,
-                grad_divisor=self._grad_divisors.get(name, 1),
-                delayed=[g.parameter for g in plan.gradients if g.is_delayed and g.unit == name],
-            )
-            for name, unit in units.items()
-        }
-        return UnitScheduler(
-            self._context,
-            scheduled,
-            prefetch=self._prefetch,
-            forward_order=consumers.forward_order,
-            fence_owner="finish_grad_sync",
-        )
 
     @property
     def grad_divisors(self) -> dict[str, int]:

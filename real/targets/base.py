@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from real.config import Scenario
@@ -38,6 +39,13 @@ class Target(Protocol):
 
     def reference(self, scenario: Scenario) -> Job:
         """Builds the same target under its plain schedule."""
+        ...
+
+    def alone(self) -> AbstractContextManager[None]:
+        """Makes a context to build in where a rank's peers are not there, for what they would say.
+
+        Nothing else may be other than among peers: no call, no record.
+        """
         ...
 
     def bounds(self) -> dict[str, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Final
 
 import torch
@@ -32,6 +33,9 @@ class Mfsdp1:
     Raises:
         TargetError: There is no such variant.
     """
+
+    has_own_first_step = True
+    """Its first step in a job does what later ones do not repeat (`real.gpu.trace`)."""
 
     def __init__(self, variant: str = "") -> None:
         self.strategy = variant or _VARIANTS[0]
@@ -68,6 +72,10 @@ class Mfsdp1:
     def reference(self, scenario: Scenario) -> Mfsdp1Job:
         """Builds the model under the plain schedule."""
         return Mfsdp1Job(scenario, self.strategy, is_overlapped=False)
+
+    def alone(self) -> AbstractContextManager[None]:
+        """Makes a context in which ranks tell where their shards lie, and nobody judges it."""
+        return mfsdp1.unjudged_shards()
 
     def bounds(self) -> dict[str, int]:
         """Returns nothing: how far MFSDP v1 gathers ahead is a number of elements."""

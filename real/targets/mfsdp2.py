@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from real.config import Scenario
@@ -45,6 +46,10 @@ class Mfsdp2:
                 fine_grained_hooks=False,
             )
         )
+
+    def alone(self) -> AbstractContextManager[None]:
+        """Makes a context that does nothing: no answer of a peer is looked at."""
+        return nullcontext()
 
     def bounds(self) -> dict[str, int]:
         """Returns nothing: the bound follows from the scenario."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
 
 import torch
@@ -70,6 +71,10 @@ class Native:
     def reference(self, scenario: Scenario) -> NativeJob:
         """Builds the model under the plain schedule."""
         return NativeJob(scenario, (), is_overlapped=False)
+
+    def alone(self) -> AbstractContextManager[None]:
+        """Makes a context that does nothing: no answer of a peer is looked at."""
+        return nullcontext()
 
     def bounds(self) -> dict[str, int]:
         """Returns how many units may be unsharded at once."""

@@ -36,7 +36,7 @@ def hook(
         unhooked: A unit whose modules do not gather it; the caller has to.
         is_counted: Whether a parameter's gradient is waited for.
     """
-    from real.hooks import ScheduledUnit, UnitScheduler, build_plan, install_hooks
+    from real.hooks import build_plan, build_scheduler, install_hooks
     from real.mcore import internals
 
     context = internals.initialize_context(root)
@@ -52,20 +52,7 @@ def hook(
     internals.detach_execution_hooks(root)
 
     def make(_: Any) -> UnitScheduler:
-        counts: dict[str, dict[str, int]] = {name: {} for name in found}
-        for gradient in plan.gradients:
-            if is_counted(gradient.parameter):
-                counts[gradient.unit][gradient.parameter] = gradient.fires
-        scheduled = {
-            name: ScheduledUnit(
-                unit,
-                fires=counts[name],
-                is_released_by_schedule=name not in plan.releases[""],
-                delayed=[g.parameter for g in plan.gradients if g.is_delayed and g.unit == name],
-            )
-            for name, unit in found.items()
-        }
-        return UnitScheduler(context, scheduled, fence_owner="finish_grad_sync")
+        return build_scheduler(plan, context, found, is_counted=is_counted)
 
     parameters = {n: p for unit in found.values() for n, p in unit.trainable_parameters.items()}
     return install_hooks(root, plan, make, parameters).scheduler

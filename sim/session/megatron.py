@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import importlib
-import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -13,7 +12,7 @@ from typing import Any
 
 import torch
 
-from real.config import ScenarioError
+from real.targets.tree import check_origin, first_on_path
 from sim import te
 from sim.cuda.shapes import kernel
 from sim.swap import owner_of, swapped
@@ -39,8 +38,7 @@ def megatron_on_fake_cuda(tree: Path | None = None) -> Iterator[None]:
         ScenarioError: `megatron.core` is not in the tree, or is already imported from elsewhere.
     """
     with ExitStack() as stack:
-        if tree is not None:
-            stack.enter_context(first_on_path(tree))
+        stack.enter_context(first_on_path(tree))
         # Megatron and torch warn about each other's deprecated names, at import and at run time.
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
@@ -50,8 +48,7 @@ def megatron_on_fake_cuda(tree: Path | None = None) -> Iterator[None]:
         gc.disable()
         try:
             with swapped(torch, "compile", lambda _: _uncompiled):
-                if tree is not None:
-                    _check_origin(tree)
+                check_origin(tree)
                 importlib.import_module("real.mcore.jobs")
         finally:
             if was_collecting:
@@ -61,35 +58,6 @@ def megatron_on_fake_cuda(tree: Path | None = None) -> Iterator[None]:
         stack.enter_context(fake_cuda())
         stack.enter_context(_uncompiled_helpers())
         yield
-
-
-@contextmanager
-def first_on_path(tree: Path) -> Iterator[None]:
-    """Puts a Megatron tree before all others for the length of the block.
-
-    Raises:
-        ScenarioError: It holds no `megatron/core`, or another one is already imported.
-    """
-    if not (tree / "megatron" / "core" / "__init__.py").is_file():
-        raise ScenarioError(f"Expected a Megatron tree with megatron/core, got {tree}.")
-    if "megatron.core" in sys.modules:
-        _check_origin(tree)
-    entry = str(tree.resolve())
-    sys.path.insert(0, entry)
-    try:
-        yield
-    finally:
-        sys.path.remove(entry)
-
-
-def _check_origin(tree: Path) -> None:
-    """Refuses a `megatron.core` of another tree, imported earlier or found by other means."""
-    was_imported = "megatron.core" in sys.modules
-    expected = (tree / "megatron" / "core").resolve()
-    found = Path(str(importlib.import_module("megatron.core").__file__)).parent.resolve()
-    if found != expected:
-        when = "already imported" if was_imported else "found first"
-        raise ScenarioError(f"Expected megatron.core of {expected}, got {found}, {when}.")
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from real.config import Scenario, ScenarioError
 from real.reference import Reference
-from real.targets import DEFAULT, TargetError, check_target_name, find_target
+from real.targets import DEFAULT, Hosted, TargetError, check_target_name, find_target
 
 if TYPE_CHECKING:
     import torch
@@ -64,28 +64,10 @@ def _of_target(name: str, tree: Path | None = None) -> Subject:
         tree=tree,
         make_job=lambda scenario: find_target(name).build(scenario),
         title=lambda: find_target(name).title,
-        identity=lambda: _identity(name, tree),
+        identity=lambda: Hosted(name, tree).identity(),
         watching=watching,
         describe=lambda job, storage_id: find_target(name).describe(job, storage_id),
     )
-
-
-def _identity(name: str, tree: Path | None) -> dict[str, Any]:
-    """Says which target of which Megatron ran.
-
-    The installed release with our hooks says nothing: its trace is the same anywhere.
-    """
-    from real.mcore.versions import imported_version
-
-    if name == DEFAULT and tree is None:
-        return {}
-    bounds = find_target(name).bounds()
-    return {
-        "target": name,
-        "megatron": imported_version(),
-        **({} if tree is None else {"tree": str(tree)}),
-        **({"bounds": bounds} if bounds else {}),
-    }
 
 
 MFSDP2: Final = _of_target(DEFAULT)

@@ -34,6 +34,8 @@ ONE = CONFIGS / "conformance" / "combined-1.toml"
         ([ONE, "--out", "x", *ALONE, "--ranks", "3", "--rank", "0"], "got 3 and 2"),
         ([ONE, "--out", "x", *ALONE, "--ranks", "2", "--rank", "x"], "invalid int value: 'x'"),
         ([ONE, "--out", "x", "--peers", "gloo"], "invalid choice: 'gloo'"),
+        ([ONE, "--out", "x", "--target", "v3"], "Expected a target among mfsdp2, mfsdp1, native;"),
+        ([ONE, "--out", "x", "--megatron", "none"], "a Megatron tree with megatron/core, got none"),
         pytest.param(
             [ONE, "--out", "x", *ALONE, "--ranks", "1024", "--rank", "5"],
             "expected 1 CUDA GPU",

@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.overrides import handle_torch_function, has_torch_function
 
 from real.config import Scenario, load_scenario
 from real.gpu.durations import DeviceTimes, HoldingSink
+from real.gpu.loopback import Seat, padded_with_zeros
 from real.gpu.observe import observed, swap_table, wrapped
 from real.gpu.recorder import GpuRecorder
 from real.trace import MemorySink, OpKind, Recorder, Trace, recording, validate_record
@@ -162,6 +164,28 @@ def test_storages_keep_their_number_and_give_it_to_nobody_else(
         del tensor
     storages = [r["storage"] for r in recorder[1].records if "storage" in r]
     assert storages == [0, 0, 1, 1, 2, 2]
+
+
+def test_a_note_to_the_allocator_is_one_record_under_a_function_mode(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Torch hands the mode whatever stands under the method's name, so the wrapper runs again."""
+    noted: list[torch.Tensor] = []
+
+    def record_stream(self: torch.Tensor, s: Stream) -> None:
+        if has_torch_function((self,)):  # as every method of C++ begins
+            handle_torch_function(torch.Tensor.record_stream, (self,), self, s)
+        else:
+            noted.append(self)
+
+    sink = MemorySink()
+    with fake_cuda(), use_device(FakeDevice(0, Recorder())):
+        monkeypatch.setattr(torch.Tensor, "record_stream", record_stream)
+        with observed(GpuRecorder(sink, priority=no_priority)), padded_with_zeros(Seat(0, 2)):
+            torch.empty(16).record_stream(torch.cuda.Stream())
+        monkeypatch.undo()
+    assert len(noted) == 1
+    assert written(sink, "storage") == [("record_stream", 0)]
 
 
 def test_host_waits_and_profiler_ranges_are_written(

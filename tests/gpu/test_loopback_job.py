@@ -19,8 +19,12 @@ import pytest
 from real.config import Scenario, load_scenario
 from real.gpu.loopback import LOSSES_MEAN_NOTHING, Seat
 from real.gpu.recorder import GpuRecorder
-from real.trace import Recorder, Trace, read_traces, trace_path
+from real.targets import RELEASED, Hosted, TargetError
+from real.trace import MemorySink, Recorder, Trace, read_traces, trace_of, trace_path
+from real.variants import variants_of
 from sim.cuda import FakeDevice, use_device
+from sim.diff import canonical_text
+from sim.world import WorldError
 from tests.conformance.conftest import CONFIGS, ROOT
 from tests.conformance.test_conformance import GOLDEN, NAMES, differences
 from tests.conformance.test_four_ranks import CONFIGS as FOUR_CONFIGS
@@ -33,7 +37,10 @@ if TYPE_CHECKING:
 
 
 def record_alone(
-    scenarios: Mapping[Path, Scenario], seat: Seat, monkeypatch: pytest.MonkeyPatch
+    scenarios: Mapping[Path, Scenario],
+    seat: Seat,
+    monkeypatch: pytest.MonkeyPatch,
+    hosted: Hosted = RELEASED,
 ) -> dict[Path, TraceResult]:
     """Runs what `real trace` runs, on a fake device that itself records nothing."""
     from sim.quiet import quiet
@@ -43,7 +50,7 @@ def record_alone(
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         quiet()
-        stack.enter_context(megatron_on_fake_cuda())
+        stack.enter_context(megatron_on_fake_cuda(hosted.tree))
         from real.gpu import trace, world
         from sim.session.world import make_world
 
@@ -52,7 +59,7 @@ def record_alone(
 
         def body(_: int) -> None:
             with use_device(FakeDevice(0, Recorder())):
-                results.update(trace.run_traces(scenarios, seat=seat))
+                results.update(trace.run_traces(scenarios, hosted=hosted, seat=seat))
 
         # A world of one, so that process-wide state is back to what it was at the end.
         make_world(1).run(body)
@@ -103,6 +110,41 @@ def test_a_rank_of_4_alone_does_what_its_golden_trace_says(
     assert (told["peers"], told["rank"], told["note"]) == ("loopback", rank, LOSSES_MEAN_NOTHING)
 
 
+def simulated(scenario: Scenario, target: str) -> list[Trace]:
+    """Returns what `sim run --target` records of every rank."""
+    from sim.quiet import quiet
+    from sim.session.megatron import megatron_on_fake_cuda
+    from sim.session.rank import RankPlan
+    from sim.session.subject import find_subject
+    from sim.session.world import make_world, train
+
+    sinks = [MemorySink() for _ in range(scenario.world_size)]
+    with warnings.catch_warnings():
+        quiet()
+        with megatron_on_fake_cuda():
+            plan = RankPlan(subject=find_subject(target))
+            train(make_world(scenario.world_size), scenario, plan, sinks=sinks)
+    return [trace_of(sink.records) for sink in sinks]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["mfsdp1", "mfsdp1:optim_grads"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_of_another_target_alone_does_what_the_simulation_says(
+    target: str, rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Megatron's own hooks; the header says whose."""
+    scenario = load_scenario(CONFIGS / "combined-2-delayed.toml").changed(num_layers=2)
+    expected = simulated(scenario, target)[rank]
+    record_alone({tmp_path: scenario}, Seat(rank, 2), monkeypatch, Hosted(target))
+    trace = only_trace(tmp_path)
+    assert differences(canonical_text(expected), trace) == []
+    assert len(canonical_text(expected).splitlines()) > 400
+    for field in ("target", "megatron"):
+        assert trace.header[field] == expected.header[field]
+    assert trace.header["target"] == target
+
+
 @pytest.mark.slow
 def test_one_rank_is_judged_and_compared_alone(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -134,8 +176,31 @@ def test_the_bench_times_one_rank_and_says_so(monkeypatch: pytest.MonkeyPatch) -
         assert (values["peers"], values["rank"]) == ("loopback", 5)
 
 
+@pytest.mark.slow
+def test_the_bench_times_another_target_beside_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A target's own variant holds for its kind; our hooks' costs are ours alone."""
+    names = [*variants_of("mfsdp1"), "mfsdp_combined"]
+    found = bench_alone(Seat(0, 2), names, monkeypatch, Hosted("mfsdp1:optim_grads"))
+    assert list(found) == ["mfsdp1_plain", "mfsdp1_combined", "mfsdp_combined"]
+    assert all(values["step_ms"] > 0 for values in found.values())
+    targets = [values.get("target") for values in found.values()]
+    assert targets == ["mfsdp1:optim_grads", "mfsdp1:optim_grads", None]
+    assert [bool(values["host"]) for values in found.values()] == [False, False, True]
+
+
+@pytest.mark.slow
+def test_the_bench_refuses_a_tree_that_a_target_does_not_fit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The release has no wrapper that joins MFSDP v2 itself."""
+    with pytest.raises(WorldError) as raised:
+        bench_alone(Seat(0, 2), ["native_combined"], monkeypatch)
+    assert isinstance(raised.value.__cause__, TargetError)
+    assert "that target 'native' fits, got one without megatron." in str(raised.value.__cause__)
+
+
 def bench_alone(
-    seat: Seat, variants: list[str], monkeypatch: pytest.MonkeyPatch
+    seat: Seat, variants: list[str], monkeypatch: pytest.MonkeyPatch, hosted: Hosted = RELEASED
 ) -> dict[str, dict[str, Any]]:
     """Runs what `real bench` runs, on a fake device of small memory."""
     import torch
@@ -148,7 +213,7 @@ def bench_alone(
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         quiet()
-        stack.enter_context(megatron_on_fake_cuda())
+        stack.enter_context(megatron_on_fake_cuda(hosted.tree))
         from real.gpu import bench, world
         from sim.session.world import make_world
 
@@ -158,7 +223,10 @@ def bench_alone(
             monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 7)
             monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 12)
             with use_device(FakeDevice(0, Recorder())):
-                found.update(bench.run_bench(scenario, variants, repeats=1, seat=seat, warmup=0))
+                timed = bench.run_bench(
+                    scenario, variants, repeats=1, hosted=hosted, seat=seat, warmup=0
+                )
+                found.update(timed)
 
         make_world(1).run(body)
         monkeypatch.undo()

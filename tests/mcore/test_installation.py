@@ -152,7 +152,7 @@ def _nobody_joined(mocker: MockerFixture) -> None:
 
     from real.mcore.internals import schedule
 
-    mocker.patch.object(schedule, "_num_joined", 0)
+    mocker.patch.dict(schedule._joined, clear=True)
     mocker.patch.object(combined_1f1b, "find_megatron_fsdp", schedule._released_finder)
 
 
@@ -179,6 +179,28 @@ def test_the_schedule_finds_adapters_as_long_as_one_is_joined() -> None:
     second()
     assert found == [adapter] * 3
     assert combined_1f1b.find_megatron_fsdp is released
+
+
+@pytest.mark.usefixtures("_nobody_joined")
+def test_adapters_of_two_types_are_both_found() -> None:
+    """Whoever joins first does not keep the others out."""
+    from megatron.core.pipeline_parallel import combined_1f1b
+
+    from real.mcore import internals
+
+    class First:
+        pass
+
+    class Second:
+        pass
+
+    undo = [internals.join_schedule(adapter_type) for adapter_type in (First, Second)]
+    adapters = [First(), Second()]
+    found = [combined_1f1b.find_megatron_fsdp(adapter) for adapter in adapters]
+    undo[0]()
+    found.append(combined_1f1b.find_megatron_fsdp(adapters[1]))
+    undo[1]()
+    assert found == [*adapters, adapters[1]]
 
 
 @pytest.mark.usefixtures("_nobody_joined")

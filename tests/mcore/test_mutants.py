@@ -67,8 +67,8 @@ def test_a_lost_completion_hook_is_named(run_ranks: RunRanks) -> None:
         run_ranks(SMALL, train(lose, SMALL))
 
 
-def test_a_lost_backward_hook_is_noticed_at_the_first_read(run_ranks: RunRanks) -> None:
-    """The storage of a sharded unit is gone, so its weights cannot be read by chance."""
+def test_a_lost_backward_hook_is_noticed_at_the_first_gradient(run_ranks: RunRanks) -> None:
+    """The values of a sharded unit are gone, and its first gradient finds the unit at rest."""
 
     def lose(model: Any) -> None:  # noqa: ANN401 - the adapter, imported late
         for name, module in model.module.named_modules():
@@ -76,7 +76,7 @@ def test_a_lost_backward_hook_is_noticed_at_the_first_read(run_ranks: RunRanks) 
                 module._forward_hooks.clear()
                 module._backward_pre_hooks.clear()
 
-    with pytest.raises(WorldError, match="but its data is not allocated yet"):
+    with pytest.raises(WorldError, match=r"'gradient' by .* its phase is 'resting'"):
         run_ranks(SMALL, train(lose, SMALL))
 
 

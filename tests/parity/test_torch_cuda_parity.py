@@ -14,7 +14,16 @@ from real.trace import Recorder
 from sim.cuda import FakeDevice, fake_cuda, patch, use_device
 from sim.cuda.tensors import NEW_METHODS
 
-_BUILT_IN = {"to", "cuda", "type", "record_stream", "resize_", "Generator", *NEW_METHODS}
+_BUILT_IN = {
+    "to",
+    "cuda",
+    "type",
+    "record_stream",
+    "resize_",
+    "nbytes",
+    "Generator",
+    *NEW_METHODS,
+}
 """Written in C++ without a signature that Python can read."""
 
 _NOT_MODELLED: dict[str, set[str]] = {"Event": {"event_id"}}

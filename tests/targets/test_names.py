@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,7 +10,8 @@ import pytest
 
 from real.config import ScenarioError
 from real.targets import TargetError, check_target_name
-from sim.hosting import RELEASE, Hosted
+from sim.hosting import subject_of
+from sim.session.subject import MFSDP2
 from tests.targets.conftest import Run
 
 
@@ -28,13 +30,13 @@ def test_an_unknown_name_is_refused_with_the_known_ones(name: str) -> None:
 
 def test_a_folder_without_megatron_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ScenarioError) as raised:
-        Hosted(tree=tmp_path).put_first()
-    assert str(raised.value) == f"Expected a folder that holds megatron/core, got {tmp_path}."
+        subject_of(argparse.Namespace(target="native", megatron=tmp_path))
+    assert str(raised.value) == f"Expected a Megatron tree with megatron/core, got {tmp_path}."
 
 
 def test_the_release_with_our_hooks_says_nothing_of_itself() -> None:
     """Its traces are compared byte by byte on any machine."""
-    assert RELEASE.identity() == {}
+    assert MFSDP2.identity() == {}
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from real.config import load_scenario
 from real.gpu import host, kernels, profiles
 from real.gpu.host import Stopwatch, time_calls, time_collective_calls
 from real.gpu.links import time_collectives, time_contention
+from real.targets import RELEASED
 from sim.commands.common import FIXTURES
 from sim.hollow.mode import HollowMode
 from sim.hollow.routing import Routing
@@ -187,7 +188,13 @@ def test_a_model_of_the_grid_is_timed_in_every_variant(monkeypatch: pytest.Monke
         monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 12)
         variants = ("no_fsdp_plain", "mfsdp_combined_dw")
         return bench._time_variants(
-            scenario, variants, repeats=1, seat=None, warmup=0, on_progress=lambda _: None
+            scenario,
+            variants,
+            repeats=1,
+            hosted=RELEASED,
+            seat=None,
+            warmup=0,
+            on_progress=lambda _: None,
         )
 
     # Here all ranks share what is watched; the test after this one has one rank watch.
@@ -272,7 +279,7 @@ def test_rounds_of_a_grid_are_put_together(monkeypatch: pytest.MonkeyPatch) -> N
         return {"mfsdp_plain": {**bench._summary([next(found)]), "rest_bytes": 7}}
 
     monkeypatch.setattr(bench, "_time_variants", one)
-    monkeypatch.setattr(bench, "gpu_world", lambda *_: nullcontext())
+    monkeypatch.setattr(bench, "gpu_world", lambda *_, **__: nullcontext())
     reports: list[tuple[str, Any]] = []
     bench.run_grid(
         {"a": scenario, "b": scenario},

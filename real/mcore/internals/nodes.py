@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -14,7 +15,8 @@ from megatron.core.models.common.utils import TransformerLayerNode
 from megatron.core.pipeline_parallel.utils import ScheduleNode
 
 _released_set_hooks = TransformerLayerSchedulePlan.set_fsdp_reshard_hooks
-_num_told = 0
+_told: Counter[type] = Counter()
+"""How many adapters of each type are told now."""
 
 
 class NodeCall(NamedTuple):
@@ -46,14 +48,14 @@ def tell_backward_nodes(adapter_type: type) -> Callable[[], None]:
     The released schedule hooks the last backward node of a layer alone and says "release". An
     adapter is told, once for each microbatch, that `mlp` and `pre_dispatch_computation` have run
     backward: `post_backward_node(name, layer)`. A node with delayed weight gradients ends with the
-    call that makes them. The replacement keeps no model; the last undo restores the original.
+    call that makes them. The replacement keeps no model and serves every type of adapter; the last
+    undo restores the original.
     """
-    global _num_told
 
     def set_hooks(plan: Any, post_forward_hook: Any, post_backward_hook: Any) -> None:
         _released_set_hooks(plan, post_forward_hook, post_backward_hook)
         owner = getattr(post_backward_hook, "__self__", None)
-        if not isinstance(owner, adapter_type):
+        if not isinstance(owner, tuple(_told)):
             return
         adapter: Any = owner
         # A prediction layer wraps the transformer layer that is the unit.
@@ -67,18 +69,19 @@ def tell_backward_nodes(adapter_type: type) -> Callable[[], None]:
         plan.mlp.set_post_backward_hook(lambda: adapter.post_backward_node("mlp", layer))
         plan.pre_dispatch_computation.set_post_backward_hook(end_layer)
 
-    if _num_told == 0:
+    if not _told:
         TransformerLayerSchedulePlan.set_fsdp_reshard_hooks = set_hooks
-    _num_told += 1
+    _told[adapter_type] += 1
     is_telling = True
 
     def undo() -> None:
         nonlocal is_telling
-        global _num_told
         if is_telling:
             is_telling = False
-            _num_told -= 1
-            if _num_told == 0:
+            _told[adapter_type] -= 1
+            if not _told[adapter_type]:
+                del _told[adapter_type]
+            if not _told:
                 TransformerLayerSchedulePlan.set_fsdp_reshard_hooks = _released_set_hooks
 
     return undo

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,10 @@ from megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer impo
     DataParallelBuffer,
     GradReducePipeline,
 )
+from megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor import (
+    gather_and_compute_chunk_metadata,
+)
+from torch.distributed.tensor import DTensor
 
 from real.targets.records import record_name, record_parameter, record_roles, record_unit
 from real.trace import OpKind, Recorder, active_recorder
@@ -121,6 +126,30 @@ def _whole(buffer: Any) -> torch.Tensor:
     whole = torch.empty(buffer.bucket_index.size, dtype=buffer.data.dtype, device="cuda")
     torch.distributed.all_gather_into_tensor(whole, buffer.data, group=buffer.data_parallel_group)
     return whole
+
+
+@contextmanager
+def unjudged_shards() -> Iterator[None]:
+    """Lets a rank build whose peers' answers are made of its own.
+
+    MFSDP asks all ranks where their shards of a parameter lie and refuses gaps. The questions stay
+    for the length of the block, the verdict goes.
+    """
+    judge = param_and_grad_buffer.validate_uneven_dtensor
+    param_and_grad_buffer.validate_uneven_dtensor = _ask_for_shards
+    try:
+        yield
+    finally:
+        param_and_grad_buffer.validate_uneven_dtensor = judge
+
+
+def _ask_for_shards(sharded: DTensor) -> None:
+    gather_and_compute_chunk_metadata(sharded)
+    is_at_end = torch.zeros(sharded.ndim, 2, dtype=torch.int32).cuda()
+    for axis, placement in enumerate(sharded.placements):
+        if placement.is_shard():
+            group = sharded.device_mesh.get_group(axis)
+            torch.distributed.all_reduce(is_at_end, torch.distributed.ReduceOp.MAX, group)
 
 
 class _Place(NamedTuple):
