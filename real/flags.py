@@ -54,7 +54,8 @@ def add_hosting_flags(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="what is under test: mfsdp2, the released MFSDP v2 with our hooks (default); mfsdp1, "
         "or mfsdp1:optim_grads, the released MFSDP v1 with Megatron's own hooks; native, a tree "
-        "that joins MFSDP v2 and the combined schedule itself",
+        "that joins MFSDP v2 and the combined schedule itself; or FILE.py:CLASS, an adapter of "
+        "your own (docs/your-tree.md)",
     )
     parser.add_argument(
         "--megatron",

@@ -7,15 +7,13 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from real.config import Scenario
+from real.targets.errors import TargetError as TargetError  # its public place
+from real.targets.files import check_file_name, is_file_name, load_target
 
 if TYPE_CHECKING:
     from real.mcore.jobs import Job
     from real.targets.records import StorageId
     from real.watch.points import Point
-
-
-class TargetError(ValueError):
-    """A target that cannot be built: no such name, or a tree that lacks what it needs."""
 
 
 class Target(Protocol):
@@ -99,6 +97,7 @@ def find_target(name: str) -> Target:
     """Returns a target by its name, as "mfsdp2" or, with a variant, "mfsdp1:optim_grads".
 
     A variant of mfsdp1 is Megatron's sharding strategy; of native, flags of Megatron's config.
+    A name like "path/to/adapter.py:ClassName" is a class in a file, which is run.
 
     Megatron must be importable; it is imported from wherever it is first on the path.
 
@@ -106,8 +105,7 @@ def find_target(name: str) -> Target:
         TargetError: There is no such target, or the imported tree lacks names that it needs.
     """
     check_target_name(name)
-    kind, _, variant = name.partition(":")
-    target = _TARGETS[kind](variant)
+    target = _load(name)
     missing = target.missing()
     if missing:
         raise TargetError(
@@ -118,13 +116,22 @@ def find_target(name: str) -> Target:
 
 
 def check_target_name(name: str) -> None:
-    """Refuses a name that no target has, without importing Megatron.
+    """Refuses a name that no target has, without importing Megatron or running a file.
 
     Raises:
-        TargetError: There is no such target.
+        TargetError: There is no such target, or no such file.
     """
-    if name.partition(":")[0] not in _TARGETS:
+    if is_file_name(name):
+        check_file_name(name)
+    elif name.partition(":")[0] not in _TARGETS:
         raise TargetError(f"Expected a target among {', '.join(_TARGETS)}; got {name!r}.")
+
+
+def _load(name: str) -> Target:
+    if is_file_name(name):
+        return load_target(name, Target)
+    kind, _, variant = name.partition(":")
+    return _TARGETS[kind](variant)
 
 
 def _no_variant(kind: str, variant: str) -> str:

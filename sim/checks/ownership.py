@@ -55,7 +55,7 @@ def _judge(
         nearest = _nearest_unit(name, units)
         if unit is None:
             reporter.report("I15", f"Parameter {name} has no owner.", seq=seq)
-        elif unit != nearest:
+        elif units and unit != nearest:  # with no unit declared, I15 is told as not judged
             reporter.report(
                 "I15",
                 f"Expected parameter {name} in its nearest unit {nearest}, got it in {unit}.",

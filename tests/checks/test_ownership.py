@@ -7,7 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from real.trace import Trace
-from sim.checks.ownership import check_ownership
+from sim.checks.evidence import evidence_of
+from sim.checks.ownership import JUDGES, check_ownership
 
 Story = Callable[..., Trace]
 
@@ -26,6 +27,13 @@ def test_the_nearest_enclosing_unit_owns_a_parameter(story: Story) -> None:
         parameter layers.0.mlp.experts.w of layers.0.mlp.experts x 1
     """)
     assert _messages(trace) == []
+
+
+def test_where_no_unit_is_declared_nobody_is_nearest(story: Story) -> None:
+    """A target that records parameters alone: the rule is not judged, and not broken."""
+    trace = story("parameter layers.0.w of layers.0 x 1")
+    assert _messages(trace) == []
+    assert all(judge.missing(evidence_of(trace, 1)) for judge in JUDGES if judge.rule == "I15")
 
 
 @pytest.mark.parametrize(
