@@ -25,7 +25,8 @@ from real.watch.points import Point
 from real.watch.records import fence_point
 
 _MOST_UNSHARDED: Final = 5
-"""The root, a layer and its experts, and one unit ahead of the forward and of the backward."""
+"""Four as under the plain schedule: the root, a layer, its experts and the unit that is gathered
+ahead. The combined schedule adds one of the other direction, where gradients are delayed."""
 
 
 class Native:

@@ -44,6 +44,7 @@ class _Checker:
         self._written: dict[int, int] = {}
         self._writes = _weight_writes(trace)
         self._joins = _side_joins(trace)
+        self._refreshes = _refreshes(trace)
         self._consumer: Record | None = None
 
     def run(self) -> list[Violation]:
@@ -75,11 +76,13 @@ class _Checker:
         """Returns the last record of each stream on which an optimizer step writes weights.
 
         Its own record is only where it begins, and the host may look at values inside of it. So it
-        is dated by the kernels that write weights; without kernels by the end of the step, and on a
-        side stream by where the compute stream joins it.
+        is dated by the kernels that write weights; without kernels by the last refresh on a stream
+        of its own, which it forks and joins, else by the end of the step, and on a side stream by
+        where the compute stream joins it.
         """
-        writes = self._writes.get(optimizer["seq"])
-        return writes or {optimizer["stream"]: self._joins.get(optimizer["seq"], end)}
+        seq = optimizer["seq"]
+        writes = self._writes.get(seq) or self._refreshes.get(seq)
+        return writes or {optimizer["stream"]: self._joins.get(seq, end)}
 
     def _gather(self, record: Record) -> None:
         optimizer = self._optimizer
@@ -201,3 +204,31 @@ def _side_joins(trace: Trace) -> dict[int, int]:
             elif record["op"] == OpKind.STREAM_WAIT and record["on"] == side:
                 joins[optimizer["seq"]] = record["seq"]
     return joins
+
+
+def _refreshes(trace: Trace) -> dict[int, dict[int, int]]:
+    """Returns the last fork of a stream of gathers that the optimizer joins, by optimizer step.
+
+    A tree may cast its weights on the stream that gathers them: what comes after on that stream
+    sees them, and what the step does at last has nothing to do with them.
+    """
+    gathering = {
+        record["stream"]
+        for record in trace.lean_records
+        if record["op"] == OpKind.COLLECTIVE and record["kind"] == "all_gather"
+        if record["unit"] is not None and not record["async"]
+    }
+    found: dict[int, dict[int, int]] = {}
+    for optimizer, inside in _windows(trace):
+        main = optimizer["stream"]
+        waits = [record for record in inside if record["op"] == OpKind.STREAM_WAIT]
+        for fork in waits:
+            is_fork = fork["on"] == main and fork["stream"] in gathering - {main}
+            if is_fork and any(
+                join["seq"] > fork["seq"]
+                and join["on"] == fork["stream"]
+                and join["stream"] == main
+                for join in waits
+            ):
+                found[optimizer["seq"]] = {main: fork["seq"], fork["stream"]: waits[-1]["seq"]}
+    return found

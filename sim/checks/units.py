@@ -1,6 +1,7 @@
 """The life of FSDP units: gathered once, released once, few at the same time, all at rest at last.
 
-Covers I1 (taken as unsharded), I2, I3 and, in units, I20.
+Covers I1 (taken as unsharded), I2, I3, I9 (weights held over the optimizer's step) and, in units,
+I20.
 """
 
 from __future__ import annotations
@@ -22,13 +23,16 @@ layernorm and a dense layer (both have a layer gathered from its mlp node's back
 """
 
 
-_JUDGED: Final = frozenset({OpKind.UNSHARD, OpKind.RESHARD, OpKind.REDUCE})
+_JUDGED: Final = frozenset(
+    {OpKind.UNIT, OpKind.UNSHARD, OpKind.RESHARD, OpKind.REDUCE, OpKind.OPTIMIZER_STEP}
+)
 
 _UNSHARDS: Final = (records_of(OpKind.UNSHARD), records_of(OpKind.RESHARD))
 JUDGES: Final = (
     Judges("I1", _UNSHARDS, is_whole=False),
     Judges("I2", _UNSHARDS),
     Judges("I3", (*_UNSHARDS, records_of(OpKind.STEP))),
+    Judges("I9", (*_UNSHARDS, records_of(OpKind.OPTIMIZER_STEP)), is_whole=False),
     Judges("I20", (*_UNSHARDS, BOUND)),
 )
 
@@ -69,6 +73,11 @@ class _Checker:
         self._records = only(trace, _JUDGED)
         self._reporter = Reporter(trace)
         self._unsharded: set[UnitKey] = set()
+        self._frozen: set[UnitKey] = set()
+        self._gathers: dict[UnitKey, Record] = {}
+        # The gather of each unit whose weights the newest optimizer step has made old.
+        self._old: dict[UnitKey, Record] = {}
+        self._optimizer: Record | None = None
         self._bound = most_unsharded(trace)
         self._reduced_unsharded: set[UnitKey] = set()
 
@@ -82,6 +91,13 @@ class _Checker:
             elif op == OpKind.REDUCE:
                 if unit_key(record) in self._unsharded:
                     self._reduced_unsharded.add(unit_key(record))
+            elif op == OpKind.UNIT:
+                if record["trainable"] == 0:
+                    self._frozen.add(unit_key(record))
+            elif op == OpKind.OPTIMIZER_STEP:
+                self._optimizer = record
+                still_there = (self._unsharded | self._old.keys()) - self._frozen
+                self._old = {unit: self._gathers[unit] for unit in still_there}
             elif op == OpKind.STEP:
                 for unit in sorted(self._unsharded):
                     self._report(
@@ -94,7 +110,12 @@ class _Checker:
         unit = unit_key(record)
         if record["gathered"] and unit in self._unsharded:
             self._report("I2", f"Unit {unit} is gathered while it is unsharded.", record, unit)
-        if not record["gathered"] and unit not in self._unsharded:
+        if record["gathered"] or unit not in self._gathers:
+            self._gathers[unit] = record
+            self._old.pop(unit, None)
+        elif unit in self._old:
+            self._use_of_old(unit, record)
+        elif unit not in self._unsharded:
             self._report("I1", f"Unit {unit} is taken as unsharded and is not.", record, unit)
         self._unsharded.add(unit)
         if self._bound is not None and len(self._unsharded) > self._bound:
@@ -104,11 +125,25 @@ class _Checker:
             )
             self._bound = None  # once a run: the rest follows from it
 
+    def _use_of_old(self, unit: UnitKey, use: Record) -> None:
+        assert self._optimizer is not None
+        gather = self._old.pop(unit)  # once a step
+        self._reporter.report(
+            "I9",
+            f"Unit {unit} is used with weights that were gathered before the optimizer's step.",
+            unit=unit,
+            first=self._reporter.access(gather["seq"], gather["stream"], "gather"),
+            second=self._reporter.access(use["seq"], use["stream"], "use"),
+            missing=f"no gather of {unit} after the optimizer step in record "
+            f"{self._optimizer['seq']}",
+        )
+
     def _reshard(self, record: Record, place: Place) -> None:
         unit = unit_key(record)
         if unit not in self._unsharded:
             self._report("I3", f"Unit {unit} is released and was not gathered.", record, unit)
         self._unsharded.discard(unit)
+        self._old.pop(unit, None)
         if unit in self._reduced_unsharded and str(place.hook).startswith("post_gradient"):
             self._report(
                 "I20",

@@ -60,10 +60,11 @@ def add(commands: Any) -> None:
     run.add_argument("--out", type=Path, help="folder of the trace (default: runs/SCENARIO)")
     run.add_argument(
         "--kernels",
-        choices=("none", "step", "all"),
+        choices=("none", "step", "all", "build"),
         default="step",
         help="record kernels with the storages they read and write, and check their order: in the "
-        "second step (default; the first if there is only one), in all steps, or not at all",
+        "second step (default; the first if there is only one), in all steps, in all steps and "
+        "while the model is built, or not at all",
     )
     run.add_argument(
         "--shapes", action="store_true", help="record the shapes of kernels too, for timing"
@@ -126,7 +127,7 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     refusal = refuse_unfit(subject)
     if refusal is not None:
         return fail(refusal)
-    from sim.session.options import RunOptions
+    from sim.session.options import BUILD, RunOptions
     from sim.session.run import run_in_process
     from sim.session.sinks import open_sinks
     from sim.world import WorldError
@@ -136,6 +137,7 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
         "none": [],
         "step": [min(1, scenario.train_iters - 1)],
         "all": None,
+        "build": [BUILD, *range(scenario.train_iters)],
     }
     progress = progress_line() if not arguments.json else no_progress
     if arguments.shapes_only:

@@ -14,6 +14,9 @@ from sim.session.subject import MFSDP2, Subject
 
 Progress = Callable[[str], None]
 
+BUILD: Final = -1
+"""Among the steps in which kernels are recorded: the building of the model, before the first."""
+
 
 def no_progress(_: str) -> None:
     """Shows nothing."""
@@ -29,7 +32,7 @@ class RunOptions:
         schedule_seed: Chooses the order in which ranks take turns.
         faults: Disturbances of the scenario; stalls need kernels.
         kernel_steps: Steps in which kernels are recorded with the storages that they read and
-            write; None records them in all steps.
+            write, `BUILD` for what comes before; None records them in all steps.
         records_shapes: Also record the shapes of what kernels read and write.
         require: Rules that must be judged.
         replay: The command that repeats this run, for messages.

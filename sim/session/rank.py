@@ -12,7 +12,7 @@ from real.trace import Recorder, Sink, recording
 from sim.cuda import FakeDevice, use_device
 from sim.cuda.kernels import KernelRecorder
 from sim.cuda.shapes import ShapeRecorder
-from sim.session.options import Progress, no_progress
+from sim.session.options import BUILD, Progress, no_progress
 from sim.session.sinks import begin_trace
 from sim.session.subject import MFSDP2, Subject
 from sim.world import init_process_group
@@ -44,7 +44,8 @@ class RankPlan:
 
     Attributes:
         subject: What is trained.
-        kernel_steps: Steps in which kernels are recorded with what they read and write.
+        kernel_steps: Steps in which kernels are recorded with what they read and write; `BUILD`
+            for the building of the model.
         records_shapes: Also record the shapes of what they read and write.
     """
 
@@ -78,8 +79,6 @@ def run_rank(
     with rank_scope(rank, scenario.world_size, recorder) as device:
         adapted = subject.adapt(scenario)
         initialize_parallel(adapted)
-        job = subject.make_job(adapted)
-        subject.describe(job, device.storage_id)
 
         def on_step(step: int) -> None:
             progress(f"{subject.label}: step {step + 1} of {scenario.train_iters}")
@@ -89,4 +88,7 @@ def run_rank(
                 return nullcontext()
             return ShapeRecorder(device) if plan.records_shapes else KernelRecorder(device)
 
+        with around_step(BUILD):
+            job = subject.make_job(adapted)
+        subject.describe(job, device.storage_id)
         return run_job(job, adapted, on_step=on_step, around_step=around_step)

@@ -161,3 +161,33 @@ def test_weights_are_known_by_their_gathers_too(story: Story) -> None:
     text = ON_A_SIDE_STREAM.format(begin=0, kernel="5: adam 8 -> 6", join="")
     unnamed = "\n".join(line for line in text.splitlines() if "name" not in line)
     assert [v.rule for v in check_fences([story(unnamed)])] == ["I9"]
+
+
+# -- an optimizer that refreshes weights where they are gathered ---------------------------------
+
+REFRESH = """
+    0: optimizer
+    {fork}
+    {join}
+    step end 0
+    step begin 1
+    1: all_gather of layers.0 6 -> 7
+"""
+
+
+@pytest.mark.parametrize(
+    ("fork", "join", "rules"),
+    [
+        ("1: wait stream 0", "0: wait stream 1", []),
+        ("1: wait stream 0", "", ["I9"]),
+        ("", "0: wait stream 1", ["I9"]),
+        ("4: wait stream 0", "0: wait stream 4", ["I9"]),
+    ],
+    ids=["forked and joined", "not joined", "not forked", "on another stream"],
+)
+def test_weights_refreshed_on_the_stream_of_gathers_are_there_for_them(
+    story: Story, fork: str, join: str, rules: list[str]
+) -> None:
+    """Without kernels: what the optimizer step forks to that stream is its refresh."""
+    trace = story(REFRESH.format(fork=fork, join=join))
+    assert [v.rule for v in check_fences([trace])] == rules

@@ -168,3 +168,60 @@ def test_without_a_bound_nothing_is_too_many(story: Story) -> None:
     trace = story("1: unshard a\n1: reshard a\nstep end 0")
     assert most_unsharded(trace) is None
     assert judge([trace]).reach.not_judged["I20"] == "no bound of unsharded units"
+
+
+# -- I9: weights held over the optimizer's step ------------------------------------------------
+
+HELD = """
+    1: unshard layers.0
+    {before}
+    0: optimizer
+    step end 0
+    step begin 1
+    {after}
+    1: again layers.0
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("1: reshard layers.0", "1: unshard layers.0"),
+        ("", "1: reshard layers.0\n1: unshard layers.0"),
+    ],
+    ids=["released before", "released and gathered after"],
+)
+def test_weights_gathered_after_the_optimizer_step_are_new(
+    story: Story, before: str, after: str
+) -> None:
+    """The good story, whenever the old ones went."""
+    found = check_units([story(HELD.format(before=before, after=after))])
+    assert "I9" not in [violation.rule for violation in found]
+
+
+def test_weights_gathered_before_the_optimizer_step_are_old(story: Story) -> None:
+    """Silent: the gather finds the unit done, and the step runs with last step's weights."""
+    found = check_units([story(HELD.format(before="", after=""))])
+    assert [(v.rule, v.unit, v.seq) for v in found] == [
+        ("I3", "layers.0", 3),
+        ("I9", "layers.0", 5),
+    ]
+    old = found[-1]
+    assert old.first is not None
+    assert old.second is not None
+    assert (old.first.seq, old.second.seq) == (1, 5)
+    assert old.missing == "no gather of layers.0 after the optimizer step in record 2"
+
+
+def test_old_weights_are_reported_once_a_step(story: Story) -> None:
+    """And again in the next step, if they are still there."""
+    text = HELD.format(before="", after="") + "1: again layers.0"
+    again = "\n0: optimizer\nstep end 1\n1: again layers.0"
+    rules = [violation.rule for violation in check_units([story(text + again)])]
+    assert rules.count("I9") == 2
+
+
+def test_frozen_weights_do_not_grow_old(story: Story) -> None:
+    """No optimizer writes them."""
+    trace = story("unit layers.0 frozen" + HELD.format(before="", after=""))
+    assert "I9" not in [violation.rule for violation in check_units([trace])]

@@ -37,13 +37,17 @@ class Run(NamedTuple):
 
 @pytest.fixture
 def run_target(tmp_path: Path) -> Callable[..., Run]:
-    """Calls `python -m sim run --json` with the given words, on a small model."""
+    """Calls `python -m sim run --json` with the given words, on a small model.
 
-    def run(*words: object) -> Run:
+    `patches` names patches of what is under test (`tests.targets.patches`).
+    """
+
+    def run(*words: object, patches: str = "") -> Run:
+        module = ["tests.targets.patches", patches] if patches else ["sim"]
         small = ["--num-layers", "2", "--world-size", "2", "--train-iters", "2"]
         command = ["run", "--json", "--out", str(tmp_path), *small, *(str(word) for word in words)]
         done = subprocess.run(
-            [sys.executable, "-m", "sim", *command],
+            [sys.executable, "-m", *module, *command],
             cwd=ROOT,
             capture_output=True,
             text=True,
