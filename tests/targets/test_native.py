@@ -21,7 +21,7 @@ _NATIVE = ("--target", "native", "--prefetch", "both", "--reference", "plain")
 _TE = ("--transformer-impl", "transformer_engine")
 _PLAIN = "--no-overlap-moe-expert-parallel-comm"
 _REPAIRS = {"6484": "A,B,C,D", "6694": "A,C,D,F"}
-_VARIANTS = [(), ("--delay-wgrad-compute",), _TE, _DELAYED]
+_VARIANTS = [(), _TE, _DELAYED]  # delayed gradients are Transformer Engine's
 both = pytest.mark.parametrize("name", ["6484", "6694"])
 
 
